@@ -17,7 +17,7 @@ from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.safetensors import KINDS, Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.communicator import Communicator, default_group, own_rank, ranks_of
-from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among, size_of, told_by_all
 from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, local_part
 from fsdp.distributed.gather_extension import inner_of
@@ -378,13 +378,13 @@ def require_one_model(model: nn.Module, units: Sequence[Unit], what: str = "save
 def written_here(tensors: Mapping[str, Target], ranks: Ranks, what: str = "save a checkpoint") -> set[str]:
     """Collective. Return the names of the tensors that this rank writes: of replicas, the first rank writes."""
 
-    def digests() -> dict[str, bytes]:
+    def digests() -> tuple[dict[str, bytes], tuple[int, set[bytes]]]:
         held = {name: target.held for name, target in tensors.items()}
         texts = {name: f"{name} {one.box} {one.start}:{one.stop}" for name, one in held.items() if one is not None}
-        return {name: hashlib.blake2b(text.encode(), digest_size=8).digest() for name, text in texts.items()}
+        own = {name: hashlib.blake2b(text.encode(), digest_size=8).digest() for name, text in texts.items()}
+        return own, (own_rank(), set(own.values()))
 
-    own = done_by_all([ranks], "find its part of a checkpoint", digests)
-    heard = from_everyone(ranks, (own_rank(), set(own.values())))
+    own, heard = told_by_all(ranks, "find its part of a checkpoint", digests)
     reached = [rank for rank, _ in heard]
     told = from_everyone(ranks, (reached, _crossing(tensors)))
     if len(set(reached)) < len(reached) or any(other != reached for other, _ in told):

@@ -7,7 +7,6 @@ Multiple optimizers are saved as a single optimizer.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,7 +20,6 @@ from fsdp.checkpoint.json_values import decoded, encoded
 from fsdp.checkpoint.model_tensors import Target, keys_of, part_of, read_held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry, Part
 from fsdp.checkpoint.untrusted import short
-from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import local_part
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.handle import FlatParamHandle
@@ -34,12 +32,11 @@ from fsdp.optim_utils.state import (
     Number,
     OptimParam,
     Original,
-    SharedKinds,
+    OwnKinds,
     SteppedParam,
     Value,
     common_kinds,
     flat_state,
-    gather_kinds,
     grouped,
     groups_of,
     match_groups,
@@ -48,6 +45,7 @@ from fsdp.optim_utils.state import (
     options_of,
     own_kinds,
     release,
+    shared_kinds,
 )
 
 Groups = list[list[OptimParam]]
@@ -197,18 +195,18 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
     raise ValueError(f"the optimizer's state {short(key)} of {short(name)} is {short(saved)}")
 
 
-def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
-    """Return the kinds of this rank's state of each parameter, for `shared_kinds`."""
+def kinds_to_save(optimizers: Optimizers, groups: Groups) -> list[OwnKinds]:
+    """Return the kinds of this rank's state of each parameter."""
     params = list(chain.from_iterable(groups))
     own = own_kinds(params, {one: optimizers.state_of(one.param) for one in params}, "saving")
     for each in own:
         kinds_to_json(each.kinds, each.name)
-    return pickle.dumps(own)
+    return own
 
 
-def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
-    """Collective. Return the kinds of the state of each parameter on the ranks that have elements of the parameter."""
-    shared: list[SharedKinds] = gather_kinds(ranks, pickled)
+def common_state(heard: Sequence[list[OwnKinds]]) -> list[Kinds]:
+    """Return the kinds of the state of each parameter, which the ranks that have elements of it must share."""
+    shared = shared_kinds(heard)
     problem = next((problem for each in shared for problem in each.problems()), None)
     if problem is not None:
         raise ValueError(problem)

@@ -51,16 +51,24 @@ from fsdp.checkpoint.model_tensors import (
     require_one_model,
     written_here,
 )
-from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
+from fsdp.checkpoint.optim import Groups, Optimizers, common_state, kinds_to_save, params_in, state_entries
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, store_at, write_parts
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import CollectiveError, own_rank
-from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.consensus import (
+    Ranks,
+    done_by_all,
+    from_everyone,
+    number_among,
+    require_same,
+    size_of,
+    told_by_all,
+)
 from fsdp.distributed.devices import HOST
 from fsdp.engine.unit import Unit
 from fsdp.layers.deferred_init import require_values_everywhere
 from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
-from fsdp.optim_utils.state import require_same_options
+from fsdp.optim_utils.state import OwnKinds, options_as_text, require_same_options
 from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint"
@@ -223,10 +231,14 @@ def prepare(
     """Collective. Return the plan, the ranks that write, and the units whose memory the plan uses."""
     units, everyone = prepared(model, _WHAT)
     ranks = all_ranks(everyone)
-    done_by_all([ranks], _WHAT, lambda: _check_arguments(place, dtype, max_file_bytes))
-    given = "no optimizer" if optimizer is None else "an optimizer"
-    settings = f"{place.folder}, keep={place.keep}, generators={bool(generators)}, {given}"
-    agree_on(ranks, "places or settings for a checkpoint", settings)
+
+    def settings() -> tuple[None, tuple[str, str]]:
+        _check_arguments(place, dtype, max_file_bytes)
+        given = "no optimizer" if optimizer is None else "an optimizer"
+        text = f"{place.folder}, keep={place.keep}, generators={bool(generators)}, {given}"
+        return None, (text, text)
+
+    require_same(ranks, "places or settings for a checkpoint", told_by_all(ranks, _WHAT, settings)[1])
     require_one_model(model, units)
     for unit in outermost_units(model):
         require_values_everywhere(unit, _WHAT)
@@ -238,24 +250,26 @@ def prepare(
 
     tensors = done_by_all([ranks], "find its part of a checkpoint", begin)
     written = written_here(tensors, ranks)
-    state, rest = ([], None) if optimizer is None else _optimizer_state(optimizer, tensors, written, ranks)
+    state_to_save = None if optimizer is None else _optimizer_state(optimizer, tensors, written, ranks)
 
-    def look() -> Plan:
+    def look() -> tuple[Plan, tuple[str, str]]:
         with buffers_in_own_precision(units):
             entries = [entry_of(name, target, dtype, written) for name, target in tensors.items()]
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
         extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
         sets = [TensorSet.planned("model", entries, max_file_bytes)]
-        if optimizer is not None:
+        rest = None
+        if state_to_save is not None:
+            state, rest = state_to_save()
             sets.append(TensorSet.planned("optimizer", state, max_file_bytes))
-        return Plan(sets, rest, extra, encoded(values, "values"), states, cast)
+        content = [json.dumps(rest).encode(), *(file.head for each in sets for file in each.files)]
+        digest = hashlib.sha256(b"".join(content)).hexdigest()
+        shown = f"{sum(len(each.entries) for each in sets)} tensors ({digest[:8]})"
+        return Plan(sets, rest, extra, encoded(values, "values"), states, cast), (digest, shown)
 
-    found = done_by_all([ranks], "prepare its part of a checkpoint", look)
-    content = [json.dumps(found.optimizer_rest).encode(), *(file.head for each in found.sets for file in each.files)]
-    digest = hashlib.sha256(b"".join(content)).hexdigest()
-    count = sum(len(each.entries) for each in found.sets)
-    agree_on(ranks, "tensors or settings to save", digest, f"{count} tensors ({digest[:8]})")
+    found, heard = told_by_all(ranks, "prepare its part of a checkpoint", look)
+    require_same(ranks, "tensors or settings to save", heard)
     return found, ranks, units
 
 
@@ -270,19 +284,18 @@ def _check_arguments(place: Place, dtype: Any, max_file_bytes: Any) -> None:
 
 def _optimizer_state(
     optimizer: Any, tensors: dict[str, Target], written: Collection[str], ranks: Ranks
-) -> tuple[list[Entry], Any]:
-    """Collective. Return the tensors of an optimizer's state, and the other values for the manifest."""
+) -> Callable[[], tuple[list[Entry], Any]]:
+    """Collective. Return what finds the tensors of an optimizer's state, and the other values for the manifest."""
 
-    def look() -> tuple[Optimizers, Groups, bytes]:
+    def look() -> tuple[tuple[Optimizers, Groups], tuple[list[OwnKinds], dict[str, str]]]:
         optimizers = Optimizers(optimizer)
         groups = params_in(optimizers, tensors)
-        return optimizers, groups, pickled_kinds(optimizers, groups)
+        return (optimizers, groups), (kinds_to_save(optimizers, groups), options_as_text(optimizers.param_groups))
 
-    optimizers, groups, pickled = done_by_all([ranks], "prepare its optimizer's state", look)
-    kinds = shared_kinds(ranks, pickled)
-    require_same_options(ranks, optimizers.param_groups)
-    find = partial(state_entries, optimizers, groups, kinds, tensors, written)
-    return done_by_all([ranks], "prepare its optimizer's state", find)
+    (optimizers, groups), heard = told_by_all(ranks, "prepare its optimizer's state", look)
+    kinds = common_state([own for own, _ in heard])
+    require_same_options(ranks, [options for _, options in heard])
+    return partial(state_entries, optimizers, groups, kinds, tensors, written)
 
 
 def _require_number(name: str, value: Any) -> None:
@@ -304,18 +317,20 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     def on_first(what: str, job: Callable[[], None]) -> None:
         done_by_all([ranks], what, job if is_first else lambda: None)
 
-    def begin() -> None:
-        _refuse_other_model(destination.path)
-        destination.begin()
-        for each in found.sets:
-            each.create(destination.folder)
+    def begin() -> tuple[None, bytes]:
+        if is_first:
+            _refuse_other_model(destination.path)
+            destination.begin()
+            for each in found.sets:
+                each.create(destination.folder)
+        return None, destination.token
 
     try:
-        on_first(f"make {destination.folder}", begin)
-        fragments = _written(destination, found, ranks)
-        heard = from_everyone(ranks, (fragments, found.generators))
+        _, tokens = told_by_all(ranks, f"make {destination.folder}", begin)
+        heard = _written(destination, found, ranks, is_seen=destination.token == tokens[0])  # tried, not assumed
         on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
-        on_first(f"remove old checkpoints from {place.path}", place.tidy)
+        if place.keep is not None:
+            on_first(f"remove old checkpoints from {place.path}", place.tidy)
     except BaseException as error:
         if is_first:
             destination.abandon()
@@ -352,30 +367,34 @@ def _refuse_other_model(path: str) -> None:
         )
 
 
-def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
-    """Collective. Write all ranges to the files, and return the checksums of this rank's ranges."""
-    token = destination.token
-    is_seen = from_everyone(ranks, token)[0] == token  # it is tried, not assumed
+# By rank: for each set the checksums of the rank's ranges, and the states of its generators.
+_Written = list[tuple[list[list[Fragment]], Any]]
+
+
+def _written(destination: Destination, found: Plan, ranks: Ranks, *, is_seen: bool) -> _Written:
+    """Collective. Write all ranges to the files, of which this rank may not have seen the folder."""
     unseen = [] if is_seen else [entry for each in found.sets for entry in each.entries]
     senders = Senders(ranks, unseen, destination.folder)
 
-    def write_own() -> list[list[Fragment]]:
+    def write_own() -> tuple[None, tuple[list[list[Fragment]], Any]]:
         fragments: list[list[Fragment]] = [[] for _ in found.sets]
         files = [(number, file) for number, each in enumerate(found.sets) for file in each.files] if is_seen else []
         # Ranks begin with different files: most file systems let one process write to a file at a time.
         first = number_among(ranks) * len(files) // size_of(ranks)
         for number, file in files[first:] + files[:first]:
             fragments[number] += write_parts(destination.folder, [file], found.sets[number].entries)
-        return fragments
+        return None, (fragments, found.generators)
 
-    fragments = done_by_all([ranks], f"write to {destination.folder}", write_own)
+    _, heard = told_by_all(ranks, f"write to {destination.folder}", write_own)
     for number, each in enumerate(found.sets if senders.ranks else ()):
         send = partial(senders.send, destination, each.files, each.entries)
-        fragments[number] += done_by_all([ranks], f"write to {destination.folder}", send)
-    return fragments
+        _, sent = told_by_all(ranks, f"write to {destination.folder}", send)
+        for (fragments, _), more in zip(heard, sent, strict=True):
+            fragments[number] += more
+    return heard
 
 
-def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:
+def _manifest(found: Plan, ranks: Ranks, heard: _Written) -> bytes:
     sets = [
         each.written(one for fragments, _ in heard for one in fragments[number])
         for number, each in enumerate(found.sets)
@@ -401,8 +420,10 @@ class Senders:
                     "save to a file system that all ranks share"
                 )
 
-    def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
-        """Collective. Send the data of all senders to rank 0, which writes it; return the checksums."""
+    def send(
+        self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]
+    ) -> tuple[None, list[Fragment]]:
+        """Collective. Send the data of all senders to rank 0, which writes it; return the checksums second."""
         sent: list[Fragment] = []
         for entry in entries if self._own in self.ranks else ():
             for begin, memory in entry.chunks():
@@ -412,7 +433,7 @@ class Senders:
                 sent.append(fragment(entry.name, begin, memory))
         if self._own == 0:
             self._receive(destination.folder, files)
-        return merged(sent)
+        return None, merged(sent)
 
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
         """Write the received data, or discard it after an error, because the senders do not know of the error."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 from fsdp.distributed.communicator import Communicator, OtherRankError, number_of_groups, own_rank
 
 _T = TypeVar("_T")
+_Told = TypeVar("_Told")
 # Over each in turn, all that hold a shard of something are reached: those that share it, and then their replicas.
 Ranks = Sequence[Communicator]
 
@@ -79,14 +80,17 @@ def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
     The error includes the first rank that differs from rank 0, and the things of both ranks, as `shown` or else as the
     name.
     """
-    if not peers_answer(ranks):
-        return
-    found = from_everyone(ranks, (name, shown or name))
-    for number, (other, text) in enumerate(found):
-        if other != found[0][0]:
+    if peers_answer(ranks):
+        require_same(ranks, things, from_everyone(ranks, (name, shown or name)))
+
+
+def require_same(ranks: Ranks, things: str, heard: Sequence[tuple[str, str]]) -> None:
+    """Raise as `agree_on`, given the names and texts of all ranks. Collective only if they differ."""
+    for number, (other, text) in enumerate(heard):
+        if other != heard[0][0]:
             numbers = numbers_of(ranks)  # all ranks are here
             raise RuntimeError(
-                f"rank {own_rank()}: the ranks have different {things}: rank {numbers[0]} has {found[0][1]} and rank "
+                f"rank {own_rank()}: the ranks have different {things}: rank {numbers[0]} has {heard[0][1]} and rank "
                 f"{numbers[number]} has {text}. Every rank must have the same."
             )
 
@@ -97,18 +101,27 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
     A rank that has an `error` raises it, and the other ranks raise a RuntimeError that contains the first of these
     ranks. With several communicators in `everyone`, outcomes are passed from each to the next.
     """
-    heard = own = ""
+    heard = ""
     for ranks in everyone:
-        if not peers_answer(ranks):
-            continue
-        own = f"rank {own_rank()}"
-        mine = heard if error is None else f"{own} could not {what}. {type(error).__name__}: {error}"
-        told = from_everyone(ranks, mine)  # also by ranks that have heard of an error: the others wait for them
-        heard = heard or next(filter(None, told), "")
+        if peers_answer(ranks):
+            # also told by ranks that have heard of an error: the others wait for them
+            heard = _first(from_everyone(ranks, heard if error is None else _text_of(error, what))) or heard
+    _raise(error, heard)
+
+
+def _text_of(error: Exception, what: str) -> str:
+    return f"rank {own_rank()} could not {what}. {type(error).__name__}: {error}"
+
+
+def _first(told: Iterable[str]) -> str:
+    return next(filter(None, told), "")
+
+
+def _raise(error: Exception | None, heard: str) -> None:
     if error is not None:
         raise error
     if heard:
-        raise OtherRankError(f"{own}: {heard}")
+        raise OtherRankError(f"rank {own_rank()}: {heard}")
 
 
 def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> _T:
@@ -120,3 +133,19 @@ def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> 
         raise
     agree_on_outcome(everyone, what, None)
     return result
+
+
+def told_by_all(ranks: Ranks, what: str, job: Callable[[], tuple[_T, _Told]]) -> tuple[_T, list[_Told]]:
+    """Collective. Return a first result of `job`, and the second result on all ranks, in the order of `from_everyone`.
+
+    Outcomes and results are exchanged at once; if `job` raises on a rank, all ranks raise as `agree_on_outcome`.
+    """
+    error, text, result, pickled = None, "", None, b""
+    try:
+        result, told = job()
+        pickled = pickle.dumps(told)
+    except Exception as caught:  # noqa: BLE001 (all ranks raise it)
+        error, text = caught, _text_of(caught, what)
+    heard = from_everyone(ranks, (text, pickled))
+    _raise(error, _first(text for text, _ in heard))
+    return cast(_T, result), [pickle.loads(other) for _, other in heard]

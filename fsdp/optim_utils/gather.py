@@ -19,11 +19,11 @@ from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.consensus import (
     Ranks,
     agree_on_outcome,
-    done_by_all,
     from_everyone,
     number_among,
     peers_answer,
     size_of,
+    told_by_all,
 )
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
@@ -38,11 +38,12 @@ from fsdp.optim_utils.state import (
     Original,
     SharedKinds,
     Value,
-    gather_kinds,
     nested_state,
+    options_as_text,
     own_kinds,
     release,
     require_same_options,
+    shared_kinds,
 )
 
 # Maximum bytes of unsharded tensors in flight; a single larger tensor is permitted.
@@ -90,7 +91,9 @@ class OptimStream:
         size = size_of(everyone)
         self.is_wanted = recipient is None or number_among(everyone) == recipient
 
-        def read() -> tuple[Parameters, OwnState, dict[Communicator, tuple[list[OptimParam], bytes]]]:
+        def read() -> tuple[
+            tuple[Parameters, OwnState, dict[Communicator, tuple[list[OptimParam], bytes]]], dict[str, str]
+        ]:
             if recipient is not None and not 0 <= recipient < size:
                 raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
             params = parameters_of(model, "gather an optimizer state", optim)
@@ -98,22 +101,24 @@ class OptimStream:
             members: dict[Communicator, list[OptimParam]] = {}
             for one in params.listed:
                 members.setdefault(one.comm, []).append(one)
-            kinds = {comm: own_kinds(each, own.states, "gathering") for comm, each in members.items()}
-            return params, own, {comm: (each, pickle.dumps(kinds[comm])) for comm, each in members.items()}
+            kinds = {comm: pickle.dumps(own_kinds(each, own.states, "gathering")) for comm, each in members.items()}
+            options = options_as_text(own.dictionary["param_groups"], beside(own.dictionary))
+            return (params, own, {comm: (each, kinds[comm]) for comm, each in members.items()}), options
 
-        self.params, self.own, told = done_by_all([everyone], _WHAT, read)
+        (self.params, self.own, members), options = told_by_all(everyone, _WHAT, read)
         self.shared: dict[OptimParam, SharedKinds] = {}
-        for comm, (each, pickled) in told.items():
-            for one, shared in zip(each, gather_kinds([comm], pickled), strict=True):
+        for comm, (each, pickled) in members.items():
+            heard = [pickle.loads(other) for other in from_everyone([comm], pickled)]
+            for one, shared in zip(each, shared_kinds(heard), strict=True):
                 if shared.kinds and not (one.is_uncollected and comm.world_size > 1):
                     self.shared[one] = shared
         problems = [each for shared in self.shared.values() for each in shared.problems(keeps_numbers=True)]
         problems += self._problems_of_replicas(everyone)
         agree_on_outcome([everyone], _WHAT, ValueError(problems[0]) if problems else None)
-        require_same_options(everyone, self.own.dictionary["param_groups"], beside(self.own.dictionary))
+        require_same_options(everyone, options)
         self._receivers = {
             comm: [rank for rank, said in enumerate(comm.all_gather_bytes(bytes([self.is_wanted]))) if said[0]]
-            for comm in told
+            for comm in members
         }
 
     def _problems_of_replicas(self, everyone: Ranks) -> Iterator[str]:

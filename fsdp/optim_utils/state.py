@@ -9,7 +9,6 @@ They have the parameter's layout, so the same intervals define how to shard them
 from __future__ import annotations
 
 import ast
-import pickle
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.communicator import own_rank
-from fsdp.distributed.consensus import Ranks, from_everyone, numbers_of, peers_answer
+from fsdp.distributed.consensus import Ranks, numbers_of
 from fsdp.distributed.dtensor import MeshPart, local_part, set_local_part
 from fsdp.distributed.gather_extension import around, inner_of
 from fsdp.engine.handle import FlatParamHandle
@@ -519,9 +518,8 @@ def _without_numbers(kinds: Kinds) -> dict[str, Any]:
     return {key: kind.dtype if isinstance(kind, Number) and key != "step" else kind for key, kind in kinds.items()}
 
 
-def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
-    """Collective. Return the kinds of each parameter's state, given this rank's pickled list of `OwnKinds`."""
-    heard: list[list[OwnKinds]] = [pickle.loads(each) for each in from_everyone(ranks, pickled)]
+def shared_kinds(heard: Sequence[list[OwnKinds]]) -> list[SharedKinds]:
+    """Return the kinds of each parameter's state, given those of each rank."""
     names = [[own.name for own in each] for each in heard]
     for rank, others in enumerate(names):
         if others != names[0]:
@@ -535,22 +533,20 @@ def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
     ]
 
 
-def require_same_options(
-    ranks: Ranks, groups: Iterable[Mapping[str, Any]], beside: Mapping[str, Any] | None = None
-) -> None:
-    """Collective. Raise RuntimeError unless all ranks have the same options in an optimizer's parameter groups.
+def options_as_text(groups: Iterable[Mapping[str, Any]], beside: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the options of parameter groups, and the other entries of an optimizer's dictionary (`beside`).
 
-    The same applies to the other entries of its dictionary (`beside`), because a full state has a single value for
-    each.
+    A full state has a single value for each.
     """
-    if not peers_answer(ranks):
-        return
-    own = {
+    return {
         f"{key} of parameter group {number}": _shown(value)
         for number, group in enumerate(groups)
         for key, value in {**options_of(group), "number of parameters": len(group["params"])}.items()
     } | {repr(key): _shown(value) for key, value in (beside or {}).items()}
-    heard = from_everyone(ranks, own)
+
+
+def require_same_options(ranks: Ranks, heard: Sequence[Mapping[str, str]]) -> None:
+    """Raise RuntimeError unless all ranks have the same options (`options_as_text`). Collective only if they differ."""
     for number, other in enumerate(heard):
         for key in {**heard[0], **other}:
             one, another = heard[0].get(key, "none"), other.get(key, "none")
