@@ -229,20 +229,21 @@ def _planned(
     weights: bool,
 ) -> _Plan:
     """Return what is to be loaded; raise RuntimeError for all mismatches together."""
-    targets: list[Target] = []
+    tensors = named_tensors(model, units)
+    targets = [*tensors.values()] if weights else []
     modules: dict[str, nn.Module] = {}
     missing: list[str] = []
     unexpected: list[str] = []
     problems: list[str] = []
     if weights:
-        targets, modules = tensors_in(model, units), extra_states(model)
+        modules = extra_states(model)
         missing, unexpected, problems = misfits(targets, source.model, strict)
         both = {"missing": modules.keys() - source.extra.keys(), "unexpected": source.extra.keys() - modules.keys()}
         if strict:
             problems += [f"{what}: {readable(', '.join(sorted(names)))}" for what, names in both.items() if names]
     state = None
     if optimizer is not None:
-        state = plan_state(optimizer, named_tensors(model, units), source)
+        state = plan_state(optimizer, tensors, source)
         problems += state.problems
     if problems:
         raise RuntimeError(does_not_fit(source.path, model, problems))
