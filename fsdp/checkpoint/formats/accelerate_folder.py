@@ -23,23 +23,28 @@ _FULL = {_MODEL: "pytorch_model_fsdp.bin", _OPTIMIZER: "optimizer.bin"}
 
 
 def is_accelerate(path: str) -> bool:
-    return _MODEL in _places(path)
+    return bool(_saved(path))
 
 
-def _places(path: str) -> dict[str, str]:
-    """Return the paths of the model and of the optimizer, as far as they are there, complete or not."""
+def _saved(path: str) -> list[dict[str, str]]:
+    """Return the paths of the model and of the optimizer of each kind, as far as they are there, complete or not."""
+    found = []
     for names, is_there in ((_SHARDED, os.path.isdir), (_FULL, os.path.isfile)):
         places = {part: os.path.join(path, name) for part, name in names.items()}
         if is_there(places[_MODEL]):
-            return {part: place for part, place in places.items() if os.path.lexists(place)}
-    return {}
+            found.append({part: place for part, place in places.items() if os.path.lexists(place)})
+    return found
 
 
 def parts_of(path: str, only: str | None = None) -> dict[str, DcpFolder | TorchArchive]:
     """Open the model and the optimizer, if that is there, or one of them only."""
+    places, *others = _saved(path)
+    if others:
+        models = f"{places[_MODEL]} and {others[0][_MODEL]}"
+        raise ValueError(f"{models} are two saves of a model in one folder: move the older one out of it")
     return {
         part: DcpFolder(place) if os.path.isdir(place) else TorchArchive(place)
-        for part, place in _places(path).items()
+        for part, place in places.items()
         if only in (None, part)
     }
 

@@ -147,3 +147,17 @@ def test_a_link_to_an_optimizer_that_is_gone_is_no_absent_optimizer(tmp_path: Pa
     folder = saved(tmp_path / "saved", kind, trained()[0])
     (folder / OPTIMIZER[kind]).symlink_to(tmp_path / "gone")
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 1
+
+
+def test_two_kinds_of_one_folder_are_not_chosen_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained()
+    folder = saved(tmp_path / "saved", "full", model, optimizer)
+    saved(tmp_path / "other", "sharded", model)
+    (tmp_path / "other" / MODEL["sharded"]).rename(folder / MODEL["sharded"])
+    both = rf"{MODEL['sharded']} and .*{MODEL['full']} are two saves of a model in one folder"
+    for given in (None, optimizer):
+        with pytest.raises(ValueError, match=both):
+            fsdp.load(folder, model, given)
+    assert main(["verify", str(folder)]) == 1
+    assert "two saves" in capsys.readouterr().out
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 1
