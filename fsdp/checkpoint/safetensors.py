@@ -97,23 +97,13 @@ class SafetensorsFiles(TensorReader):
         return tensors
 
     def _of_index(self) -> dict[str, StridedTensor]:
-        try:
-            weight_map = json.loads(content_of(self.path, _MAX_HEADER))["weight_map"]
-            pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f'{self.path} is no index of safetensors files, {{"weight_map": {{...}}}}: {error}'
-            ) from None
         files: dict[str, dict[str, StridedTensor]] = {}
         found = {}
-        for name, file in pairs:
+        for name, file in files_by_name(self.path).items():
             if file not in files:
-                place = beside(self.path, file)
-                if not os.path.exists(place):
-                    raise FileNotFoundError(f"{self.path} names {place} for {name}, and there is no such file")
-                files[file] = self._of_file(place)
+                files[file] = self._of_file(file)
             if name not in files[file]:
-                raise ValueError(f"{self.path} says that {name} is in {file}, but it is not")
+                raise ValueError(f"{self.path} says that {name} is in {os.path.basename(file)}, but it is not")
             found[name] = files[file][name]
         return found
 
@@ -136,6 +126,25 @@ class SafetensorsFiles(TensorReader):
                     self.read(name, buffer[: end - begin].view(tensor.dtype), begin // tensor.dtype.itemsize)
                 except (ValueError, OSError) as error:
                     yield str(error)
+
+
+def files_by_name(index: str) -> dict[str, str]:
+    """Return the path of each tensor's file, of the index of several files.
+
+    Raises:
+        FileNotFoundError: if one of the files does not exist.
+        ValueError: if the index is damaged, or names a file that is not in its folder.
+    """
+    try:
+        weight_map = json.loads(content_of(index, _MAX_HEADER))["weight_map"]
+        names = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f'{index} is no index of files of tensors, {{"weight_map": {{...}}}}: {error}') from None
+    places = {file: beside(index, file) for file in names.values()}
+    for name, file in names.items():
+        if not os.path.exists(places[file]):
+            raise FileNotFoundError(f"{index} names {places[file]} for {name}, and there is no such file")
+    return {name: places[file] for name, file in names.items()}
 
 
 def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:

@@ -1,14 +1,15 @@
-"""Folders with a model in safetensors files and a plain optimizer in a file of `torch.save`, by numbers.
+"""Folders with a model and a plain optimizer, which goes by numbers.
 
 The Trainer of `transformers` writes them without sharding (``optimizer.pt``), and so does `accelerate`
-(``optimizer.bin``). The numbers count the parameters in the optimizer's groups, one group after another.
+(``optimizer.bin``). The model is in files of safetensors or of `torch.save`, the optimizer in a file of `torch.save`.
+The numbers count the parameters in the optimizer's groups, one group after another.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -16,18 +17,21 @@ from typing import Any
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import Choices, is_optimizer_state, source_of_tree
-from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
+from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles, files_by_name
 from fsdp.checkpoint.untrusted import reading, short
 
-_MODELS = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
+# `transformers` takes the first that is there.
+_MODELS = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 def plain_optimizer(path: str) -> str | None:
     """Return the file of the optimizer in such a folder; None if the folder is of another kind."""
-    if not any(os.path.isfile(os.path.join(path, name)) for name in _MODELS):
-        return None
-    places = (os.path.join(path, name) for name in _OPTIMIZERS)
+    return None if _first(path, _MODELS) is None else _first(path, _OPTIMIZERS)
+
+
+def _first(path: str, names: Sequence[str]) -> str | None:
+    places = (os.path.join(path, name) for name in names)
     return next((place for place in places if os.path.isfile(place)), None)
 
 
@@ -37,10 +41,8 @@ def read_plain(path: str, optimizer: str, choices: Choices, groups: Sequence[Seq
     The names of the parameters by their numbers are `choices.param_order`, or those in `groups`, which must be as many
     as in the groups of the file.
     """
-    files = SafetensorsFiles(path)
-    with files:
-        tree = {"model": {name: found.tensor for name, found in files.tensors.items()}}
-        identity = files.digest
+    model, identity = _model_in(path)
+    tree = {"model": model}
     if choices.only != "model":
         with reading(optimizer):
             archive = TorchArchive(optimizer)
@@ -51,6 +53,23 @@ def read_plain(path: str, optimizer: str, choices: Choices, groups: Sequence[Seq
     with reading(path):
         source = source_of_tree("safetensors", path, tree, choices)
     return replace(source, identity=hashlib.sha256(identity.encode()).hexdigest())
+
+
+def _model_in(path: str) -> tuple[Mapping[str, Any], str]:
+    """Return the tensors of the model, and their identity."""
+    place = _first(path, _MODELS) or path
+    if place.endswith((SUFFIX, INDEX_SUFFIX)):
+        tensors = SafetensorsFiles(place)
+        with tensors:
+            return {name: found.tensor for name, found in tensors.tensors.items()}, tensors.digest
+    with reading(place):
+        if not place.endswith(".json"):
+            archive = TorchArchive(place)
+            return archive.content, archive.identity
+        files = files_by_name(place)
+        archives = {file: TorchArchive(file) for file in sorted(set(files.values()))}
+        model = {name: archives[file].content[name] for name, file in files.items()}
+        return model, "".join(archive.identity for archive in archives.values())
 
 
 def _in_order(optimizer: str, content: Any, groups: Sequence[Sequence[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,32 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.1)
 
 
-def saved(folder: Path, name: str = "optimizer.pt") -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def save_in_two(state: dict[str, Any], folder: Path) -> None:
+    """As `transformers` before 5 saves models that are larger than `max_shard_size`."""
+    parts = {f"pytorch_model-0000{number}-of-00002.bin": [*state][number - 1 :: 2] for number in (1, 2)}
+    for file, names in parts.items():
+        torch.save({name: state[name] for name in names}, folder / file)
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+SAVE_MODEL: dict[str, Any] = {
+    "safetensors": lambda state, folder: save_file(state, folder / "model.safetensors"),
+    "bin": lambda state, folder: torch.save(state, folder / "pytorch_model.bin"),
+    "bins": save_in_two,
+}
+
+
+def saved(
+    folder: Path, name: str = "optimizer.pt", kind: str = "safetensors"
+) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """Every rank has such a folder."""
     model = linears()
     optimizer = optimizer_of(model)
     model(torch.ones(1, 3)).square().sum().backward()
     optimizer.step()
     folder.mkdir()
-    save_file(model.state_dict(), folder / "model.safetensors")
+    SAVE_MODEL[kind](model.state_dict(), folder)
     torch.save(optimizer.state_dict(), folder / name)
     return model, optimizer
 
@@ -48,11 +67,19 @@ def shard(form: str) -> Any:
     return fully_shard(model) if form == "rows" else fully_sharded(use_orig_params=form == "orig")(model)
 
 
-@pytest.mark.parametrize(("form", "name"), [("orig", "optimizer.pt"), ("rows", "optimizer.bin")])
+@pytest.mark.parametrize(
+    ("form", "name", "kind"),
+    [
+        ("orig", "optimizer.pt", "safetensors"),
+        ("rows", "optimizer.bin", "safetensors"),
+        ("orig", "optimizer.pt", "bin"),
+        ("rows", "optimizer.pt", "bins"),
+    ],
+)
 @on_ranks(2)
-def test_ranks_load_model_and_optimizer(tmp_path: Path, form: str, name: str) -> None:
+def test_ranks_load_model_and_optimizer(tmp_path: Path, form: str, name: str, kind: str) -> None:
     folder = tmp_path / f"of_{torch.distributed.get_rank()}"
-    plain, its = saved(folder, name)
+    plain, its = saved(folder, name, kind)
     model = shard(form)
     optimizer = optimizer_of(model)
     fsdp.load(folder, model, optimizer)
@@ -73,6 +100,18 @@ def test_flat_parameters_have_no_numbers(tmp_path: Path) -> None:
         fsdp.load(folder, model, torch.optim.AdamW(model.parameters()))
     fsdp.load(folder, model)
     assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("file", ["pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"])
+@on_ranks(1)
+def test_an_index_of_absent_or_damaged_files_is_refused(tmp_path: Path, file: str) -> None:
+    saved(tmp_path / "saved", kind="bins")
+    (tmp_path / "saved" / file).write_text("{}")
+    with pytest.raises(ValueError, match=file):
+        fsdp.load(tmp_path / "saved", shard("rows"))
+    (tmp_path / "saved" / file).unlink()
+    with pytest.raises(FileNotFoundError):
+        fsdp.load(tmp_path / "saved", shard("rows"))
 
 
 @on_ranks(1)
