@@ -28,12 +28,13 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import itertools
 import os
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -75,6 +76,8 @@ _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
 _AVERAGES = (_callbacks.StochasticWeightAveraging, getattr(_callbacks, "WeightAveraging", ()))  # the second since 2.6
+_FOR_ERRORS = timedelta(seconds=60)  # that a rank with an exception waits for the exceptions of the others
+_errors = itertools.count()  # after which this process saved; equal on all ranks
 _OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()  # of sharded models
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # By an argument of the wrapper, the strategy's replacement.
@@ -295,7 +298,30 @@ class FullyShardedStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Return the full state on rank 0; an empty dict on other ranks, or if it is not gathered."""
+        self._wait_for_errors()
         return self._required_wrapper().state_dict(rank0_only=True) if self._is_full else {}
+
+    def _wait_for_errors(self) -> None:
+        """Collective. Raise an error if a callback saves because of an exception that not all ranks have.
+
+        The other ranks would continue their step, and their collectives do not fit to those of a save. The ranks
+        therefore meet in the store.
+        """
+        module = self.lightning_module
+        if module is None or module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            return
+        world: Any = torch.distributed.group.WORLD
+        store, number = world.get_group_store(), next(_errors)
+        keys = [f"fsdp.lightning: error {number} of rank {rank}" for rank in range(self.world_size)]
+        store.set(keys[self.global_rank], "")
+        with suppress(RuntimeError):
+            store.wait(keys, _FOR_ERRORS)
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if absent:
+            raise RuntimeError(
+                f"rank {self.global_rank} cannot save after its exception: within {_FOR_ERRORS.seconds} s, ranks "
+                f"{absent} had none, and a checkpoint needs all ranks. Resume from the last checkpoint"
+            )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Collective. Return an optimizer's full state on rank 0, with the unsharded model's numbers."""

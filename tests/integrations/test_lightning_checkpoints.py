@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.conftest import LitRanks
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.ranks import RankError
 
 pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
@@ -288,6 +291,35 @@ def test_all_ranks_hear_that_one_could_not_write(tmp_path: Path, kind: str) -> N
     trainer.lightning_module.hparams["note"] = lambda: None  # which nobody can pickle
     with pytest.raises((AttributeError, RuntimeError, pickle.PicklingError), match="pickle"):
         trainer.save_checkpoint(tmp_path / "never.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_an_exception_of_one_rank_is_no_reason_to_save(lit_ranks: LitRanks, tmp_path: Path, kind: str) -> None:
+    lit_ranks(2).run(_fail, tmp_path / "both", kind, 0, 1)
+    assert len(list((tmp_path / "both").rglob("*.ckpt"))) == 1
+    with pytest.raises(RankError, match=r"cannot save after its exception: within 1 s, ranks \[0\] had none") as error:
+        lit_ranks(2, grace=1).run(_fail, tmp_path / "one", kind, 1)
+    assert "a bad batch" in str(error.value)
+
+
+def _fail(folder: Path, kind: str, *failing: int) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tests.helpers import lightning as lit
+
+    class Failing(lit.Regression):
+        def training_step(self, batch: Any, index: int) -> Any:
+            if index == 2 and dist.get_rank() in failing:
+                raise ValueError("a bad batch")
+            return super().training_step(batch, index)
+
+    saving = ModelCheckpoint(folder, save_on_exception=True)
+    strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind)
+    with (
+        mock.patch.object(lit.fsdp.lightning, "_FOR_ERRORS", timedelta(seconds=60 if len(failing) == 2 else 1)),
+        pytest.raises(ValueError, match="a bad batch"),
+    ):
+        lit.fitted(Failing(), lit.trainer(folder, strategy=strategy, callbacks=[saving], enable_checkpointing=True))
 
 
 @on_lit_ranks(2)
