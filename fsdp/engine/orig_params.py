@@ -182,6 +182,11 @@ class OrigParams:
     def _assigned(self, slot: int) -> Tensor:
         """Return this rank's elements of the tensor that a user has assigned to a local shard's ``.data``."""
         param: Any = self.params[slot]
+        if getattr(param, "owner", None) is not self._flat_param:
+            raise RuntimeError(
+                f"{self._layout.slots[slot].name}: torch.utils.swap_tensors has replaced its shard by another tensor. "
+                "Assign the other tensor's values to .data, or write them with copy_() under torch.no_grad()."
+            )
         ours, given = self._of(self._flat_param.detach(), slot), self.elements_of(param)
         if given.shape == param.unsharded_shape and given.shape != ours.shape:
             given = self._layout.local_shard_of(slot, given, self._rank).view(ours.shape)

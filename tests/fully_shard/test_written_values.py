@@ -441,3 +441,13 @@ def test_a_plain_tensor_as_data_is_an_error() -> None:
         nn.utils.vector_to_parameters(torch.ones(20), model.parameters())
     model.weight.data = distribute_tensor(values, model.weight.device_mesh, model.weight.placements)
     assert torch.equal(model.weight.full_tensor(), values)
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+@on_ranks(2)
+def test_swapped_parameters_are_refused(form: str) -> None:
+    model = sharded(_net(), form)
+    weight = dict(model.named_parameters())["inner.weight"]
+    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 2))
+    with pytest.raises(RuntimeError, match=r"weight: torch.utils.swap_tensors has replaced its shard"):
+        model(_inputs())
