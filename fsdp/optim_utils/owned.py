@@ -128,7 +128,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         options = [options_of(optimizer.param_groups[0]) for optimizer in self.optimizers]
         super().__init__([{**o, "params": params} for o, params in zip(options, listed, strict=True)], {})
         self._is_ready = True
-        self.defaults = {key: value for each in reversed(options) for key, value in each.items()}
+        # Schedulers that cycle momentum look for its name in the defaults, and write it to all groups.
+        common = set.intersection(*map(set, options))
+        self.defaults = {key: value for key, value in options[0].items() if key in common}
         here = {one.stepped.param for one in self._each() if one.stepped.is_here}
         for optimizer in self.optimizers:  # a common dictionary, so that `state` contains all of it
             self.state.update({param: state for param, state in optimizer.state.items() if param in here})

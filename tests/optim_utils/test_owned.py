@@ -145,6 +145,19 @@ def test_accumulation_clipping_and_schedule(form: str) -> None:
         twin.assert_has(values_of(model), f"step {step}")
 
 
+@on_ranks(1)
+def test_schedules_of_momentum_need_its_name_in_all_groups() -> None:
+    optimizer = owned(talk(FORMS["orig_params"]), muon_and_adamw())
+    for cycle in (torch.optim.lr_scheduler.OneCycleLR, torch.optim.lr_scheduler.CyclicLR):
+        options = {"max_lr": 0.1, **({"total_steps": 9} if "One" in cycle.__name__ else {"base_lr": 0.01})}
+        with pytest.raises(ValueError, match="must support momentum or beta1 with `cycle_momentum`"):
+            cycle(optimizer, **options)
+        cycle(optimizer, cycle_momentum=False, **options)
+    common = owned(talk(FORMS["orig_params"]), [{"optimizer": torch.optim.AdamW}])
+    torch.optim.lr_scheduler.OneCycleLR(common, max_lr=0.1, total_steps=9)
+    assert common.param_groups[0]["betas"][0] == 0.95
+
+
 @on_ranks(2)
 def test_scaler_and_closure() -> None:
     model, twin = talk(FORMS["orig_params"]), Twin(muon_and_adamw())
