@@ -266,6 +266,11 @@ def _what_is_there(path: str) -> str:
     tensors = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
     if any(os.path.exists(os.path.join(path, name)) for name in tensors):
         return f"there is no {MANIFEST} in it. fsdp.load_safetensors loads a model's tensors alone"
+    if os.path.exists(os.path.join(path, f"adapter_model{SUFFIX}")):
+        return (
+            f"there is no {MANIFEST} in it, but adapters of peft. Load them before sharding, with "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), and begin with a new optimizer"
+        )
     return f"there is no {MANIFEST} in it"
 
 

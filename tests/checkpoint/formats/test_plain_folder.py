@@ -138,3 +138,9 @@ def test_the_command_converts_both_with_the_names(tmp_path: Path, capsys: pytest
     assert_same(other.state_dict(), model.state_dict())
     assert_same(its.state_dict(), optimizer.state_dict())
     assert main(["verify", str(tmp_path / "ours")]) == 0
+
+
+def test_adapters_without_a_base_are_no_checkpoint(tmp_path: Path) -> None:
+    save_file(linears().state_dict(), tmp_path / "adapter_model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"adapters of peft. Load them before sharding"):
+        fsdp.load(tmp_path, linears())
