@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from datetime import timedelta
@@ -207,6 +208,8 @@ def _save_sharded(folder: Path) -> None:
     plain = lit.Regression(seed=7)
     fsdp.load(folder / "last.ckpt", plain)
     torch.testing.assert_close(dict(plain.state_dict()), lit.state_of(trainer))
+    rest = torch.load(io.BytesIO(fsdp.checkpoint.values(folder / "last.ckpt")["lightning"]))  # docs/lightning.md
+    assert rest["hyper_parameters"] == dict(trainer.lightning_module.hparams)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
