@@ -222,8 +222,7 @@ class DTensorForm:
         mp_policy: for the methods of parameters that say how they are all-gathered.
     """
 
-    takes_tied = lists_parts = brings_inputs = keeps_without_backward = True
-    names_shards = False
+    lists_parts, names_shards = True, False
 
     def __init__(
         self,

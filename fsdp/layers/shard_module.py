@@ -59,24 +59,16 @@ class ParamForm(Sharder, Protocol):
     """The form in which optimizers and modules see the parameters of a unit."""
 
     @property
-    def takes_tied(self) -> bool:
-        """Return whether a parameter that a unit in this form has taken may be shared with other units."""
-
-    @property
     def lists_parts(self) -> bool:
-        """Return whether modules list `DTensor`s, which can be saved and loaded as they are."""
+        """Return whether modules list `DTensor`s, which can be saved and loaded as they are.
+
+        Then the inputs of the outermost module are brought to the device that it computes on, and units that are not
+        resharded after a forward stay unsharded even without a backward, as with torch's `fully_shard`.
+        """
 
     @property
     def names_shards(self) -> bool:
         """Return whether modules list, and save, a shard of each parameter under the parameter's name."""
-
-    @property
-    def brings_inputs(self) -> bool:
-        """Return whether the inputs of the outermost module are brought to the device that it computes on."""
-
-    @property
-    def keeps_without_backward(self) -> bool:
-        """Return whether units that are not resharded after a forward stay unsharded even without a backward."""
 
 
 @torch.inference_mode(False)  # shards that are made in it could not be trained
@@ -131,7 +123,7 @@ def _shard_params(
     found = collect(
         module,
         ignored,
-        tied if form.takes_tied else None,
+        tied if form.lists_parts or form.names_shards else None,  # a flat parameter is not shared with other units
         claimed_in(module),
         with_values=False,
         takes_all=form.lists_parts,
@@ -233,7 +225,7 @@ def _make_unit(
         policy=Policy.of(
             groups.placements,
             keeps_as_root=options.disable_reshard_on_root,
-            keeps_without_backward=form.keeps_without_backward,
+            keeps_without_backward=form.lists_parts,
             predivide=predivide,
             postdivide=averaged / predivide,
         ),
@@ -242,7 +234,7 @@ def _make_unit(
     )
     for each in unit.modules:
         hooks = ForwardHooks(
-            unit, each, clear_autocast_cache=options.clear_autocast_cache, brings_inputs=form.brings_inputs
+            unit, each, clear_autocast_cache=options.clear_autocast_cache, brings_inputs=form.lists_parts
         )
         hooks.register()
     return unit
@@ -286,15 +278,11 @@ class WrapperForm:
     (`holder`) also lists flat parameters.
     """
 
-    lists_parts = brings_inputs = keeps_without_backward = False
+    lists_parts = False
 
     def __init__(self, holder: ShardedParamsWrapper, options: Options, group_by: GroupKey | None) -> None:
         self._holder, self._group_by = holder, group_by
         self._flattens, self._shows_originals = options.flatten_parameters, options.use_orig_params
-
-    @property
-    def takes_tied(self) -> bool:
-        return not self._flattens
 
     @property
     def names_shards(self) -> bool:
