@@ -515,6 +515,19 @@ def made_once_for_groups() -> dict[Any, Any]:
     return made
 
 
+def once_for_groups(function: _Function) -> _Function:
+    """Call a function once for the same arguments, process groups among them; see `made_once_for_groups`."""
+    known = made_once_for_groups()
+
+    @wraps(function)
+    def remembered(*key: Any) -> Any:
+        if key not in known:
+            known[key] = function(*key)
+        return known[key]
+
+    return cast("_Function", remembered)
+
+
 class _MadeForGroups(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         _watch_process()
@@ -649,13 +662,13 @@ def reduce_group(group: Group, device: torch.device) -> Group:
     ranks the first time); elsewhere, and for a group of the user's own, the same group.
     """
     if dist.is_initialized() and group is dist.group.WORLD and backend_names(group).get(device.type) == "nccl":
-        if (group, "reduce") not in _second_groups:
-            _second_groups[group, "reduce"] = dist.new_group()
-        return _second_groups[group, "reduce"]
+        return _second_group(group)
     return group
 
 
-_second_groups: dict[tuple[Any, str], Any] = made_once_for_groups()
+@once_for_groups
+def _second_group(_: Group) -> Group:
+    return cast(Group, dist.new_group())
 
 
 def summed(

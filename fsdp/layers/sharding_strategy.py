@@ -22,7 +22,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, 
 from fsdp.distributed.communicator import (
     Group,
     default_group,
-    made_once_for_groups,
+    once_for_groups,
     ranks_of,
     reduce_group,
     served_device,
@@ -200,52 +200,41 @@ def _group_of(given: Any) -> Group:
     return given.get_group() if _is_mesh(given) else default_group(given)
 
 
-# Earlier results, since every unit of a model asks for the same.
-_checked: dict[tuple[Any, Any], tuple[tuple[int, ...], ...]] = made_once_for_groups()
-_members_of: dict[tuple[Any, ...], frozenset[int]] = made_once_for_groups()
-_made: dict[tuple[Any, int], tuple[Group, Group | None]] = made_once_for_groups()
-_post_forward_groups: dict[tuple[Any, int], Group] = made_once_for_groups()
-_groups_apart: dict[Any, Group] = made_once_for_groups()
-_groups_together: dict[tuple[Any, Any], Group] = made_once_for_groups()
+# Each result is kept, since every unit of a model asks for the same.
 
 
+@once_for_groups
 @during("FullyShardedDataParallel() or fully_shard()")
 def _rows(shard: Group, replicate: Group) -> tuple[tuple[int, ...], ...]:
     """Collective the first time. Return the rows of the rectangle that two groups of this rank must be sides of."""
-    key = (shard, replicate)
-    if key not in _checked:
-        rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
-        over_shard, over_replicas = communicator(shard, HOST), communicator(replicate, HOST)
-        if over_shard.peers_answer and over_replicas.peers_answer:
-            # All ranks exchange their answers before any rank raises an error.
-            rows, columns = from_everyone([over_replicas], rows[0]), from_everyone([over_shard], columns[0])
-            _check_rectangle(rows, columns, shard, replicate)
-        _checked[key] = tuple(map(tuple, rows))
-    return _checked[key]
+    rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
+    over_shard, over_replicas = communicator(shard, HOST), communicator(replicate, HOST)
+    if over_shard.peers_answer and over_replicas.peers_answer:
+        # All ranks exchange their answers before any rank raises an error.
+        rows, columns = from_everyone([over_replicas], rows[0]), from_everyone([over_shard], columns[0])
+        _check_rectangle(rows, columns, shard, replicate)
+    return tuple(map(tuple, rows))
 
 
+@once_for_groups
 def _members(group: Group, replicate: Group | None = None) -> frozenset[int]:
     """Return the ranks of a group, or of the rectangle of two; all units of these groups share the set."""
-    key = (group, replicate)
-    if key not in _members_of:
-        rows = [] if replicate is None else [*_rows(group, replicate), ranks_of(replicate)]
-        _members_of[key] = frozenset(chain(ranks_of(group), *rows))
-    return _members_of[key]
+    rows = [] if replicate is None else [*_rows(group, replicate), ranks_of(replicate)]
+    return frozenset(chain(ranks_of(group), *rows))
 
 
+@once_for_groups
 def _together(shard: Group, replicate: Group) -> tuple[Group | None, Sequence[int]]:
     """Collective the first time. Return a group of the ranks of a rectangle, and their order in a `Nested`."""
     rows = _rows(shard, replicate)
     if len(rows) < replicate.size():
         return None, ()  # the ranks are simulated
-    key = (shard, replicate)
-    if key not in _groups_together:
-        ranks = sorted(chain(*rows))
-        if len(ranks) == dist.get_world_size():
-            _groups_together[key] = default_group(None)
-        else:
-            _groups_together[key] = new_group([communicator(shard, HOST), communicator(replicate, HOST)], ranks)
-    return _groups_together[key], [rank for column in zip(*rows, strict=True) for rank in column]
+    ranks = sorted(chain(*rows))
+    if len(ranks) == dist.get_world_size():
+        group = default_group(None)
+    else:
+        group = new_group([communicator(shard, HOST), communicator(replicate, HOST)], ranks)
+    return group, [rank for column in zip(*rows, strict=True) for rank in column]
 
 
 def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, replicate: Group) -> None:
@@ -268,18 +257,13 @@ def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, 
 
 def _by_machine(group: Group) -> tuple[Group, Group | None]:
     """Collective the first time. Return the groups within the machine and across machines, for a group over several."""
-    if group.size() == 1:
-        return group, None
-    given = os.environ.get("LOCAL_WORLD_SIZE", "missing")
-    local = int(given) if given.isdecimal() else 0
-    if (group, local) not in _made:
-        agree_on([communicator(group, HOST)], "values of LOCAL_WORLD_SIZE", given)
-        _made[group, local] = _split(group, local, given)
-    return _made[group, local]
+    return (group, None) if group.size() == 1 else _split(group, os.environ.get("LOCAL_WORLD_SIZE", "missing"))
 
 
-def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
-    ranks = sorted(ranks_of(group))
+@once_for_groups
+def _split(group: Group, given: str) -> tuple[Group, Group | None]:
+    agree_on([communicator(group, HOST)], "values of LOCAL_WORLD_SIZE", given)
+    local, ranks = int(given) if given.isdecimal() else 0, sorted(ranks_of(group))
     machines: dict[int, list[int]] = {}
     for rank in ranks if local else ():
         machines.setdefault(rank // local, []).append(rank)
@@ -297,6 +281,7 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
     return _new_group(group, rows), _new_group(group, columns)
 
 
+@once_for_groups
 def _post_forward_group(group: Group, size: int) -> Group | None:
     """Collective the first time. Return a group of this rank and ones beside it, so many together; None for one or all.
 
@@ -310,17 +295,13 @@ def _post_forward_group(group: Group, size: int) -> Group | None:
         )
     if size in (1, len(ranks)):
         return None
-    if (group, size) not in _post_forward_groups:
-        rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        _post_forward_groups[group, size] = _new_group(group, rows)
-    return _post_forward_groups[group, size]
+    return _new_group(group, [ranks[start : start + size] for start in range(0, len(ranks), size)])
 
 
+@once_for_groups
 def group_apart(group: Group) -> Group:
     """Collective the first time. Return a group of the same ranks that has a way of its own to them."""
-    if group not in _groups_apart:
-        _groups_apart[group] = _new_group(group, [ranks_of(group)])
-    return _groups_apart[group]
+    return _new_group(group, [ranks_of(group)])
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
@@ -334,17 +315,15 @@ def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
 
 def mesh_of_all(module: nn.Module) -> DeviceMesh:
     """Return the mesh of all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     if not dist.is_initialized():
         raise RuntimeError("fully_shard needs a process group: call fsdp.init_distributed() first, or pass a mesh")
     on = (param.device.type for param in module.parameters() if has_streams(param.device.type))
-    kind = next(on, served_device(default_group(None)).type)
-    key = (dist.group.WORLD, kind)
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh(kind, (dist.get_world_size(),))
-    return _meshes[key]
+    world = default_group(None)
+    return _mesh_over(world, next(on, served_device(world).type))
 
 
-# Of the default process group: every call wants the same.
-_meshes: dict[Any, Any] = made_once_for_groups()
+@once_for_groups
+def _mesh_over(world: Group, kind: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(kind, (world.size(),))
