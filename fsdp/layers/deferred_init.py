@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp.distributed.communicator import own_rank
-from fsdp.distributed.consensus import from_everyone, numbers_of, peers_answer
+from fsdp.distributed.consensus import done_by_all
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, join
@@ -80,30 +79,12 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
 
 
 def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> None:
-    """Collective until all ranks have all values. Raise the error of `require_values` on all ranks if any rank fails.
-
-    Otherwise the other ranks would wait in their next all-gather for the rank that has raised an error.
-    """
+    """Collective until all ranks have all values. Raise an error on all ranks if `require_values` fails on any rank."""
     units = [unit for _, unit in units_in(root)] if recurse else [root]
     if have_values_everywhere(units):
         return
-    problem = None
-    try:
-        require_values(root.module, what, recurse)
-    except RuntimeError as error:
-        problem = error
-    own = [str(problem or ""), *map(may_lack_values, units)]
-    told = from_everyone(root.everyone, own) if peers_answer(root.everyone) else [own]
-    for number, unit in enumerate(units, start=1):
-        if not any(one[number] for one in told):
-            _complete_everywhere.add(unit)
-    if any(text for text, *_ in told):
-        numbers = numbers_of(root.everyone) if peers_answer(root.everyone) else [own_rank()]
-    if problem is not None:
-        raise problem
-    for number, (text, *_) in enumerate(told):
-        if text:
-            raise RuntimeError(f"rank {own_rank()}: rank {numbers[number]} has parameters without values. {text}")
+    done_by_all([root.everyone], what, lambda: require_values(root.module, what, recurse))
+    _complete_everywhere.update(units)
 
 
 def valueless_in(unit: Unit) -> Iterator[str]:
