@@ -6,14 +6,15 @@ units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from fsdp.distributed.communicator import CollectiveError, own_rank
-from fsdp.distributed.consensus import Ranks, agree_on_outcome, from_everyone, number_among, numbers_of
+from fsdp.distributed.communicator import CollectiveError
+from fsdp.distributed.consensus import Ranks, number_among, told_by_all
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.unit import TrainingState, Unit, units_in
 
@@ -27,15 +28,22 @@ class Progress:
     def __init__(self, ranks: Ranks, what: str) -> None:
         self.ranks = ranks
         self._what = what
-        self._is_over = False  # a rank failed, or all is done
+        self.is_over = False  # a rank failed, or all is done
 
-    def report(self, error: Exception | None = None) -> None:
-        """Collective. Continue only if no rank has failed; otherwise raise as `agree_on_outcome`."""
-        if self._is_over:
-            return
-        self._is_over = True  # also if the exchange fails
-        agree_on_outcome([self.ranks], self._what, error)
-        self._is_over = False
+    def report(self, error: Exception | None = None, value: Any = None) -> list[Any]:
+        """Collective until it is over. Return the values of all ranks; raise as `told_by_all` if a rank has failed."""
+        if self.is_over:
+            return []
+
+        def outcome() -> tuple[None, Any]:
+            if error is not None:
+                raise error
+            return None, value
+
+        self.is_over = True  # also if the exchange fails
+        _, told = told_by_all(self.ranks, self._what, outcome)
+        self.is_over = False
+        return told
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -48,6 +56,19 @@ class Progress:
             self.report(error)
             raise
         self.report()
+        self.is_over = True
+
+
+class FirstRank(Progress):
+    """The load of a state dict that only the first of several ranks has, which tells the others of its changes."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks, "load its state dict")
+        self.is_here = number_among(ranks) == 0
+
+    def serves(self, unit: Unit) -> bool:
+        """Return whether a unit's parameters are shared by just these ranks."""
+        return tuple(self.ranks) == unit.everyone
 
 
 @dataclass(frozen=True)
@@ -146,50 +167,6 @@ class Summoning:
                 f"summon_full_params cannot be nested in another form: {unit.name} is summoned already, and without "
                 f"{', '.join(differing)}. Leave that first, or ask for the same."
             )
-
-
-class FirstRank:
-    """The first of several ranks announces its changes, step by step; the other ranks receive them.
-
-    All ranks exchange messages in each step, so a rank that fails reports its failure, and no rank waits for it.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.is_here = number_among(ranks) == 0
-        self.is_over = False  # a rank failed, or all is done
-
-    def serves(self, unit: Unit) -> bool:
-        """Return whether a unit's parameters are shared by just these ranks."""
-        return tuple(self.ranks) == unit.everyone
-
-    def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> Sequence[Sequence[int]]:
-        """Collective. Return the changes of the first rank.
-
-        Raises:
-            RuntimeError: on every rank, if any rank has a problem; the message includes it.
-        """
-        heard = from_everyone(self.ranks, (changed, problem))
-        for number, (_, text) in enumerate(heard):
-            if text:
-                self.is_over = True
-                rank = numbers_of(self.ranks)[number]  # all ranks are here
-                raise RuntimeError(f"rank {own_rank()}: rank {rank} could not load its state dict. {text}")
-        return heard[0][0]
-
-    def finish(self, error: Exception | None) -> None:
-        """Collective with `tell`. End the exchange: report that this rank has finished, or has failed.
-
-        Raises:
-            RuntimeError: if this rank has finished and another rank has failed.
-        """
-        if not self.is_over:
-            try:
-                self.tell([], "" if error is None else f"{type(error).__name__}: {error}")
-            except RuntimeError:
-                if error is None:
-                    raise
-            self.is_over = True
 
 
 @contextmanager

@@ -281,13 +281,8 @@ def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
     """Collective. Return the result of `job`, if it raises on no rank."""
     if source is None:
         return done_by_all([unit.everyone], "load its state dict", job)
-    try:
-        result = job()
-    except Exception as error:
-        source.finish(error)
-        raise
-    source.finish(None)
-    return result
+    with source.reported():
+        return job()
 
 
 def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
@@ -437,11 +432,13 @@ def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
     _tell(handles, values, source)
 
 
-def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None, problem: str = "") -> None:
+def _tell(
+    handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None, error: Exception | None = None
+) -> None:
     """Collective if only the first rank has values: other ranks receive their shards of its stored values."""
     if source is not None and not source.is_over:
         changed = [[handles.index(handle), slot] for handle, slot in values]
-        deal_changes(handles, source.tell(changed, problem), values)
+        deal_changes(handles, source.report(error, changed)[0], values)
 
 
 @contextmanager
@@ -488,14 +485,14 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
             kept[handle, slot] = handle.presentation.replacement(slot)
             keep_value(handle, slot)
 
-    problem = ""
+    error = None
     try:
         exposure.close(keep if is_here and not (source is not None and source.is_over) else None)
-    except RuntimeError as error:
+    except RuntimeError as problem:
         if source is None:
             raise
-        problem = str(error)
-    _tell(exposure.handles, kept, source, problem)
+        error = problem
+    _tell(exposure.handles, kept, source, error)
 
 
 def require_mapping(state_dict: Any) -> None:
