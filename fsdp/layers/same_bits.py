@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp.distributed.communicator import Communicator, OtherRankError, during, own_rank, uncompiled
-from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.communicator import Communicator, during, uncompiled
+from fsdp.distributed.consensus import agree_on, done_by_all, number_among, size_of, told_by_all
 from fsdp.distributed.custom_collectives import InFront
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.micro_batch_sums import MicroBatchSums, SumByMicroBatch
@@ -137,20 +137,12 @@ class SameBits:
             ValueError: on every rank, if there are more or fewer.
             OtherRankError: with the reason, if another rank has passed something else than numbers.
         """
-        own: list[float] = []
-        error: Exception | None = None
-        try:
-            own = [loss.item() if isinstance(loss, Tensor) else float(loss) for loss in losses]
-        except (TypeError, ValueError, RuntimeError) as failure:
-            error = failure  # raised when the other ranks know
-        problem = "" if error is None else f"rank {own_rank()} has passed no numbers. {type(error).__name__}: {error}"
+
+        def numbers() -> tuple[None, list[float]]:
+            return None, [loss.item() if isinstance(loss, Tensor) else float(loss) for loss in losses]
+
         with during("SameBits.mean()"):
-            told = from_everyone(self._root.everyone, (own, problem))
-        if error is not None:
-            raise error
-        if problem := next(filter(None, (text for _, text in told)), ""):
-            raise OtherRankError(f"rank {own_rank()}: {problem}")
-        by_rank = [numbers for numbers, _ in told]
+            _, by_rank = told_by_all(self._root.everyone, "average its numbers", numbers)
         counts = [len(each) for each in by_rank]
         if set(counts) != {self._micro_batches // self._world_size}:
             raise ValueError(

@@ -230,7 +230,7 @@ def test_mistakes_in_a_step_are_errors() -> None:
         bits.mean([0.0] * (1 + dist.get_rank()))
     is_second = dist.get_rank() == 1
     error, said = (
-        (TypeError, "float") if is_second else (fsdp.OtherRankError, "rank 1 has passed no numbers. TypeError")
+        (TypeError, "float") if is_second else (fsdp.OtherRankError, "rank 1 could not average its numbers. TypeError")
     )
     with pytest.raises(error, match=said):
         bits.mean([None, None] if is_second else [0.0, 0.0])  # type: ignore[list-item]
