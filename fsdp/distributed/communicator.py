@@ -457,6 +457,12 @@ def named(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"
 
 
+def some_of(names: Iterable[object], most: int = 5) -> str:
+    """Return the first of some names, as "a, b and 3 more"."""
+    texts = list(map(str, names))
+    return ", ".join(texts[:most]) + f" and {len(texts) - most} more" * (len(texts) > most)
+
+
 def own_rank() -> int:
     """This rank's number among all, for errors."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
-from fsdp.distributed.communicator import named
+from fsdp.distributed.communicator import named, some_of
 
 _KEPT = 8  # passes
 _MOST_UNITS = 1000  # of a pass; a forward that loops inside of itself may come to any number
@@ -218,10 +218,10 @@ class _Divergence:
         own = [each for each in odd.here.reduced if each not in rest.here.reduced]
         others = [each for each in rest.here.reduced if each not in odd.here.reduced]
         if own and others:
-            text = f"{odd.name} trains {_listed(own)} in {name}, {rest.name} trains {_listed(others)}"
+            text = f"{odd.name} trains {some_of(own)} in {name}, {rest.name} trains {some_of(others)}"
         elif own or others:
             less, more = (odd, rest) if others else (rest, odd)
-            text = f"{less.name} did not train {_listed(own or others)} in {name}, where it is frozen; {more.name} did"
+            text = f"{less.name} did not train {some_of(own or others)} in {name}, where it is frozen; {more.name} did"
         else:
             return f"{odd.name} and {rest.name} have their units in different orders. {_ORDER}"
         return f"{text}. {_FROZEN}"
@@ -264,10 +264,6 @@ class _Divergence:
 
     def _shown(self, one: Pass) -> str:
         return f"{one.name} of {one.model}" if self._has_models else one.name
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
 
 
 def _count(side: _Side, unit: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp.distributed.communicator import some_of
 from fsdp.distributed.consensus import done_by_all
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
@@ -24,7 +25,6 @@ from fsdp.engine.names import clean_name, join
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 
-_NAMED = 5  # in messages
 _REMEDY = (
     "Give them values first, on every rank: fsdp.materialize(model), with param_init_fn=... for modules without "
     "reset_parameters(); or load them (load_state_dict, fsdp.load_safetensors)."
@@ -70,11 +70,10 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
                 _complete.add(unit)
             missing += found
     if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         owner = units[0][1].name
         raise RuntimeError(
             f"{owner}: cannot {what}: {len(missing)} of its parameters and buffers have no values yet, because they "
-            f"were on the meta device when it was sharded: {', '.join(missing[:_NAMED])}{more}. {_REMEDY}"
+            f"were on the meta device when it was sharded: {some_of(missing)}. {_REMEDY}"
         )
 
 

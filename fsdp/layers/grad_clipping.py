@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import communicator, during
-from fsdp.distributed.communicator import uncompiled
+from fsdp.distributed.communicator import some_of, uncompiled
 from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
@@ -95,8 +95,7 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
         if not part.isfinite().all()
     ]
     names = list(dict.fromkeys(chain(*from_everyone(root.everyone, own))))
-    more = f" and {len(names) - 3} more" if names[3:] else ""
-    return f" (the gradient of {', '.join(names[:3])}{more})" if names else ""
+    return f" (the gradient of {some_of(names, 3)})" if names else ""
 
 
 def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float, purpose: str = "") -> Tensor:

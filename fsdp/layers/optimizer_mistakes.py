@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fsdp.distributed.communicator import some_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.originals import is_ours, taken_by
 from fsdp.engine.runtime import runtimes
@@ -138,11 +139,10 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
     names = [taken_by(param) for param in params]
     stale = [name for name in names if name is not None]
     if stale:
-        listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
         raise RuntimeError(
             f"this {type(optimizer).__name__} was made before the model was sharded, or while it was unsharded: it "
-            f"holds parameters that get no gradients ({listing}). Make it after sharding and between steps, from the "
-            "model's parameters(); or hand it over with the method reshard_optimizer of the outermost "
+            f"holds parameters that get no gradients ({some_of(stale)}). Make it after sharding and between steps, "
+            "from the model's parameters(); or hand it over with the method reshard_optimizer of the outermost "
             "FullyShardedDataParallel."
         )
 
@@ -197,7 +197,7 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
     if names := _names_of_mixed_group(optimizer):
         yield (
             f"a group of this {kind} has no sharded parameters, and another one has all, matrices and vectors alike "
-            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards are 1-D, and a flat parameter is "
+            f"({some_of(names, 3)}): shards are 1-D, and a flat parameter is "
             "many in one, so rules like `param.ndim >= 2`, or by name, do not tell them apart. Wrap with "
             "use_orig_params=True and make groups by names, or by `len(param.unsharded_shape)`; or wrap with group_by, "
             "and make groups by `param.group`."
@@ -209,7 +209,7 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
         ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
         apart = [param for param in apart if id(param) not in ignored]
     if apart:  # the outermost module was forgotten
-        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
+        shapes = some_of([list(param.shape) for param in apart], 3)
         yield (
             f"this {kind} steps sharded parameters, and {len(apart)} that are not (of shapes {shapes}): nobody "
             "averages their gradients over the ranks, so each rank trains its own. Shard the outermost module as well, "

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import clean_name, plain_name
 from fsdp.engine.unit import unit_of_wrapper
 from fsdp.layers.optimizer_states import SHARDS_OF
@@ -190,9 +191,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
         table |= {key: table[clean_name(key)] for key in full["state"] if clean_name(key) in table}
     lacking = [key for key in dict.fromkeys(_keys_in(full)) if key not in table]
     if lacking:
-        raise ValueError(
-            f"the optimizer state has parameters that the model has not: {', '.join(map(repr, lacking[:5]))}"
-        )
+        raise ValueError(f"the optimizer state has parameters that the model has not: {some_of(map(repr, lacking))}")
     state = {table[key]: dict(entry) for key, entry in full["state"].items()}
     groups = [
         copied_options(group) | {"params": [table[key] for key in group["params"]]} for group in full["param_groups"]

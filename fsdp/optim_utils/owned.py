@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
-from fsdp.distributed.communicator import OtherRankError, own_rank
+from fsdp.distributed.communicator import OtherRankError, own_rank, some_of
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.call_stack import is_called_from
@@ -678,10 +678,9 @@ def _places_of_groups(params: Parameters, given: Sequence[Mapping[str, Any]]) ->
     if rest is not None:
         group_of |= dict.fromkeys(left, rest)
     elif unwanted := [original.name for one, original in left if one.param.requires_grad]:
-        shown = ", ".join(unwanted[:5]) + (f" and {len(unwanted) - 5} more" if len(unwanted) > 5 else "")
         raise ValueError(
-            f"no group has {shown}: omit 'params' in the group for all other parameters, or freeze parameters that are "
-            "not trained (requires_grad_(False))"
+            f"no group has {some_of(unwanted)}: omit 'params' in the group for all other parameters, or freeze "
+            "parameters that are not trained (requires_grad_(False))"
         )
     for one, original in every:
         first = one.originals[0]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
+from fsdp.distributed.communicator import some_of
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sent_by_first
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
@@ -458,7 +459,7 @@ def _refuse_strangers(held: Iterable[Any], ours: set[FlatParameter]) -> None:
         elif is_ours(param) and param.owner._is_managed and param.owner not in ours:
             strangers.append(f"the shard with {param.owner._names[0]}")
     names = summoned or strangers
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    listed = some_of(names)
     if summoned:
         raise ValueError(
             f"it was made inside summon_full_params() and holds copies that are not trained: {listed}. {_ANEW}"

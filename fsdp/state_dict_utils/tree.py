@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.communicator import some_of
 from fsdp.distributed.dtensor import MeshPart, arrived, is_dtensor, local_part, set_local_part
 from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part
 from fsdp.state_dict_utils.host_memory import allocate
 
 PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
 Path = tuple[Any, ...]
-
-_SHOWN = 5  # keys in a message
 
 
 def is_tensor(leaf: Any) -> bool:
@@ -415,7 +414,7 @@ class Comparison:
         sides = zip(self.names, reversed(self.names), (ours, theirs), (theirs, ours), strict=True)
         for name, other, present, wanted in sides if self.strict else ():
             if lacking := [key for key in present if key not in wanted]:
-                listing = ", ".join(repr(key) for key in lacking[:_SHOWN]) + ", ..." * (len(lacking) > _SHOWN)
+                listing = some_of(map(repr, lacking))
                 raise CompanionMismatch(path, f"{listing} {'is' if len(lacking) == 1 else 'are'} in {name} only, and "
                                         f"{other} has no such key")  # fmt: skip
 
@@ -532,7 +531,9 @@ def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -
         ValueError: for a key that has no path, and for a path that leads through the value of another key.
     """
     if only := [key for key in flat if key not in mapping]:
-        raise ValueError(f"keys of the flat dict only: {only[:_SHOWN]}. The mapping must have a path for each key.")
+        raise ValueError(
+            f"keys of the flat dict only: {some_of(map(repr, only))}. The mapping must have a path for each key."
+        )
     nested = _Inner()
     for key, path in mapping.items():
         if key in flat:

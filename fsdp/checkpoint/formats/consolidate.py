@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fsdp.checkpoint.formats.source import Piece, Stitched, is_tensor, memory_of, split_vector
+from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import clean_name, join
 from fsdp.layers.state_dict.local import shard_mark
 
@@ -209,7 +210,7 @@ class Backing:
         names = self._described["names"]
         raise ValueError(
             f"{self.key!r} has {found} elements on the {len(shards)} ranks given ({sizes}, without padding), and its "
-            f"metadata say {wanted} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). "
+            f"metadata say {wanted} ({some_of(names, 3)}). "
             + (
                 "A rank's shard is missing, or a file is truncated: pass the complete files of all ranks."
                 if found < wanted

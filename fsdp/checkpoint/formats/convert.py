@@ -32,6 +32,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, TensorSet
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, plan, store_at, write_parts
+from fsdp.distributed.communicator import some_of
 from fsdp.optim_utils.state import Elements
 from fsdp.state_dict_utils.tree import leaves
 
@@ -268,7 +269,7 @@ def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None)
             raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
         others = [] if own is None else sorted(name for name in os.listdir(place) if not own.fullmatch(name))
         if others:
-            raise FileExistsError(f"{place} has other files in it ({', '.join(others[:3])}): it is not replaced")
+            raise FileExistsError(f"{place} has other files in it ({some_of(others)}): it is not replaced")
     if os.path.lexists(part):
         raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
     os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)

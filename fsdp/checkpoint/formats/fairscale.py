@@ -18,6 +18,7 @@ from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
 from fsdp.checkpoint.formats.source import Piece, Source, is_tensor
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
+from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import clean_name, join
 from fsdp.optim_utils.full import NAMES, by_stored_names
 
@@ -161,11 +162,11 @@ def _keys_by_number(
     keys = [clean_name(key) for key in (order or named or listed)]
     unknown = [key for key in keys if key not in backings]
     if unknown:
-        raise ValueError(f"{shard.title} has no shard {', '.join(unknown[:5])}. It has {', '.join(listed[:5])}, ...")
+        raise ValueError(f"{shard.title} has no shard {some_of(unknown)}. It has {some_of(listed)}")
     if len(keys) != len(numbers) or (len(groups) > 1 and not order and not named):
         raise ValueError(
             f"{saved[0]} has {len(numbers)} parameters in {len(groups)} group(s), and {shard.title} has {len(listed)} "
-            f"shards ({', '.join(listed[:4])}{', ...' if len(listed) > 4 else ''}): nothing says which is which. Pass "
+            f"shards ({some_of(listed)}): nothing says which is which. Pass "
             "a file with the shards' keys in the order of the optimizer's numbers (--param-order)"
         )
     return dict(zip(numbers, keys, strict=True))

@@ -50,6 +50,7 @@ from fsdp.checkpoint.formats.trees import (
     optimizers_in,
 )
 from fsdp.checkpoint.json_values import encoded
+from fsdp.distributed.communicator import some_of
 from fsdp.engine.boxes import Box
 from fsdp.engine.names import plain_name
 from fsdp.optim_utils.full import OWN_KEYS
@@ -138,7 +139,7 @@ def _only(place: str, groups: _Groups) -> list[str]:
     if len(groups) > 1:
         names = sorted(os.path.basename(group[min(group)]) for group in groups.values())
         raise ValueError(
-            f"{place} has files of several checkpoints, as {', '.join(names[:6])}: name the first file of one. (Model "
+            f"{place} has files of several checkpoints, as {some_of(names)}: name the first file of one. (Model "
             "parts of tensor parallelism are read one by one.)"
         )
     ((_, after), group) = next(iter(groups.items()))

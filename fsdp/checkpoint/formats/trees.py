@@ -24,6 +24,7 @@ from fsdp.checkpoint.formats.torch_file import TorchArchive, materialised, shown
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.checkpoint.untrusted import short
+from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import plain_name
 from fsdp.layers.optimizer_states import is_number
 from fsdp.optim_utils.full import NAMES
@@ -203,9 +204,7 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
     if changed:
         notes.append(f"parts of names that wrappers add were removed ({changed[0]} is {cleaned(changed[0])})")
     if len({cleaned(name) for name in names}) < len(names):
-        raise ValueError(
-            "two tensors have the same name without the parts that wrappers add: " + ", ".join(changed[:4])
-        )
+        raise ValueError("two tensors have the same name without the parts that wrappers add: " + some_of(changed))
     return cleaned
 
 
@@ -328,9 +327,7 @@ def optimizer_state(
         )
     strangers = [name for name in states if name not in held]
     if strangers:
-        raise ValueError(
-            f"{path}: the optimizer has state of {', '.join(strangers[:5])}, which are in none of its groups"
-        )
+        raise ValueError(f"{path}: the optimizer has state of {some_of(strangers)}, which are in none of its groups")
     state = NamedState(path)
     state.has_groups = has_groups
     state.groups = [(group, [names[key] for key in group["params"]]) for group in groups]

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fsdp.distributed.communicator import some_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, join, paths_in
@@ -267,7 +268,7 @@ class LocalLoad:
         for what, keys in (("missing keys", missing), ("unexpected keys", unexpected)):
             keys = [key for key in keys if key in self._shards or not self._is_left_alone(key)]
             if keys:
-                yield f"{what} {', '.join(map(repr, keys[:_NAMED]))}{', ...' if len(keys) > _NAMED else ''}"
+                yield f"{what} {some_of(map(repr, keys))}"
 
     def _is_left_alone(self, key: str) -> bool:
         """Return True if a module handles the key with a custom load method, so that the result is unknown."""
