@@ -12,12 +12,18 @@ from torch import nn
 MODULE_CALL = nn.Module._call_impl.__code__  # runs around the forward of each module
 
 
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those around it, without the line numbers of `traceback.walk_stack`."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def calls_on(stack: FrameType | None, methods: Mapping[CodeType, object]) -> Iterator[FrameType]:
     """Yield the frames of a stack, the last call first, in which a method runs of the object that is given for it."""
-    while stack is not None:
-        if stack.f_code in methods and stack.f_locals.get("self") is methods[stack.f_code]:
-            yield stack
-        stack = stack.f_back
+    for frame in frames_from(stack):
+        if frame.f_code in methods and frame.f_locals.get("self") is methods[frame.f_code]:
+            yield frame
 
 
 def runs_on_another_thread(module: nn.Module) -> bool:
@@ -28,9 +34,4 @@ def runs_on_another_thread(module: nn.Module) -> bool:
 
 def is_called_from(module: str) -> bool:
     """Return whether a function of a module is running on this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_globals.get("__name__") == module for frame in frames_from(sys._getframe(1)))

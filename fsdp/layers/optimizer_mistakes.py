@@ -16,6 +16,7 @@ import torch
 
 from fsdp.distributed.communicator import some_of
 from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.call_stack import frames_from
 from fsdp.engine.originals import is_ours, taken_by
 from fsdp.engine.runtime import runtimes
 from fsdp.layers.listed_shards import is_spread, name_of, names_in, shapes_in, shards_among
@@ -45,10 +46,9 @@ def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
 
     A rank that decides alone to skip a step would train on with other weights than the rest, silently.
     """
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    scaler = None if frame is None else frame.f_locals.get("self")
+    step = torch.amp.GradScaler.step.__code__
+    frames = (frame for frame in frames_from(sys._getframe(2)) if frame.f_code is step)
+    scaler = next((frame.f_locals.get("self") for frame in frames), None)
     decides_alone = scaler is not None and scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False)
     if decides_alone and any(map(is_spread, ours)):
         raise RuntimeError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import FrameType
 
 from fsdp.distributed.communicator import uncompiled
+from fsdp.engine.call_stack import frames_from
 from fsdp.engine.runtime import runtime_of
 from fsdp.engine.unit import Unit, units_in
 
@@ -64,10 +64,8 @@ def refuse_separate_backwards(unit: Unit) -> None:
     """
     if unit.policy.awaits_backwards or "torch.distributed.pipelining._backward" not in sys.modules:
         return
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and caller.f_globals.get("__name__") in _LISTING:
-        caller = caller.f_back
-    if caller is not None and caller.f_globals.get("__name__") == "torch.distributed.pipelining._backward":
+    callers = (frame.f_globals.get("__name__") for frame in frames_from(sys._getframe(1)))
+    if next((name for name in callers if name not in _LISTING), None) == "torch.distributed.pipelining._backward":
         raise RuntimeError(
             f"{unit.name}: the schedule of a pipeline computes gradients of inputs and of parameters separately, and "
             "does not know that the parameters are sharded. Call fsdp.compat.fsdp2.install(), and shard the module of "

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from fsdp.distributed.devices import is_host
+from fsdp.engine.call_stack import frames_from
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.testing.access_log import Access, Memory, Moment, Span, Timeline, spans_of
 
@@ -250,8 +251,7 @@ class StreamOrder:
 def _places() -> tuple[str, ...]:
     """Return the location in user code, preceded by the location in this library if user code called it."""
     found: list[str] = []
-    frame = sys._getframe(2)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(2)):
         code = frame.f_code
         file = code.co_filename
         is_standard = file.startswith(_STANDARD) and "site-packages" not in file
@@ -261,7 +261,6 @@ def _places() -> tuple[str, ...]:
                 found.append(f"{file}:{frame.f_lineno} ({code.co_name})")
             if not is_ours:
                 break
-        frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 
 
