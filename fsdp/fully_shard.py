@@ -33,7 +33,7 @@ from fsdp.engine.placements import Placements, ShardingStrategy, check_reshard
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import Runtime, runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
-from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in, units_of
 from fsdp.layers import on_demand
 from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.layers.managed_params import Found, MakeFlatParam, ddp_message, group
@@ -187,7 +187,7 @@ def fully_shard(
         alike |= {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
         fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike)
     unit, _ = shard_module(one, options, groups, None, ignored, form)
-    for own in filter(None, map(unit_of, places)):
+    for own in units_of(places):
         own.policy.part_of = unit
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
-from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.engine.unit import Unit, outermost_units, own_modules, units_of
 from fsdp.layers.module_overrides import Conversions
 from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.layers.state_dict.sharded import is_apart
@@ -221,7 +221,7 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
     """Collective the first time. Return the units of a model, with shards as users see them, and their ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"cannot {what}: the model must be a torch.nn.Module, got {type(model).__name__}")
-    units = [unit for unit in map(unit_of, model.modules()) if unit is not None]
+    units = units_of(model.modules())
     require_rest(model, units, what)
     outermost = list(outermost_units(model))
     for unit in outermost:
@@ -301,21 +301,6 @@ def keys_of(target: Target) -> tuple[str, ...]:
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
     """Return all handles that the modules of some units see, each once."""
     return list(dict.fromkeys(handle for unit in units for handle in unit.visible_handles))
-
-
-def outermost_units(module: nn.Module) -> Iterator[Unit]:
-    """Yield the outermost units in a tree, each once."""
-    seen: set[nn.Module] = set()
-    ahead = [module]
-    while ahead:
-        current = ahead.pop()
-        if current not in seen:
-            seen.add(current)
-            unit = unit_of(current)
-            if unit is not None:
-                yield unit
-            else:
-                ahead += reversed(list(current.children()))
 
 
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:

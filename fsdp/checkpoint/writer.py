@@ -46,7 +46,6 @@ from fsdp.checkpoint.model_tensors import (
     extra_states,
     handles_of,
     named_tensors,
-    outermost_units,
     prepared,
     require_one_model,
     written_here,
@@ -65,7 +64,7 @@ from fsdp.distributed.consensus import (
     told_by_all,
 )
 from fsdp.distributed.devices import HOST
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import Unit, outermost_units
 from fsdp.layers.deferred_init import require_values_everywhere
 from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.optim_utils.state import OwnKinds, options_as_text, require_same_options

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -378,7 +378,7 @@ class Unit:
         if not lenders:
             return False
         # A unit without parameters takes part if a unit inside of it does.
-        units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
+        units = [self] if self.handles else units_of(self.module.modules())
         handle = None
         for unit in units:
             for handle in unit.handles:
@@ -532,6 +532,26 @@ _was_written = operator.attrgetter("was_written")
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that runs `module`, None if it is no unit's."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
+    """Return the units that run these modules, each once."""
+    return list(dict.fromkeys(filter(None, map(unit_of, modules))))
+
+
+def outermost_units(module: nn.Module) -> Iterator[Unit]:
+    """Yield the outermost units in a tree, each once."""
+    seen: set[nn.Module] = set()
+    ahead = [module]
+    while ahead:
+        current = ahead.pop()
+        if current not in seen:
+            seen.add(current)
+            unit = unit_of(current)
+            if unit is not None:
+                yield unit
+            else:
+                ahead += reversed(list(current.children()))
 
 
 def unit_of_wrapper(module: nn.Module) -> Unit | None:

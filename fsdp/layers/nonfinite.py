@@ -14,7 +14,7 @@ from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.observers import attached
-from fsdp.engine.unit import unit_of
+from fsdp.engine.unit import units_of
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: if nothing in `model` is sharded.
     """
-    units = list(dict.fromkeys(unit for unit in map(unit_of, model.modules()) if unit is not None))
+    units = units_of(model.modules())
     if not any(unit.handles for unit in units):
         raise ValueError(f"detect_nonfinite: nothing in this {type(model).__name__} is sharded")
     with attached(_Check(), units):

@@ -33,7 +33,7 @@ from fsdp.distributed.messages import blank, renew
 from fsdp.distributed.watchdog import meet
 from fsdp.engine.phase import Phase
 from fsdp.engine.runtime import Runtime, runtimes
-from fsdp.engine.unit import Unit, unit_of, units_in
+from fsdp.engine.unit import Unit, outermost_units, units_in
 from fsdp.layers.optimizer_hooks import optimizers_of
 
 _CALL = "fsdp.recover()"
@@ -77,13 +77,8 @@ def recover(model: nn.Module) -> bool:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_CALL} needs a sharded model, got {model!r}")
-    roots: dict[Unit, None] = {}
-    inside: set[Unit] = set()
-    for unit in filter(None, map(unit_of, model.modules())):
-        if unit not in inside:
-            root = unit if unit.runtime is None else unit.runtime.root
-            roots[root] = None
-            inside.update(one for _, one in units_in(root))
+    outermost = outermost_units(model)
+    roots = dict.fromkeys(unit if unit.runtime is None else unit.runtime.root for unit in outermost)
     if not roots:
         raise ValueError(f"{_CALL}: nothing in this {type(model).__name__} is sharded")
     were_ahead = [_recover(root) for root in roots]

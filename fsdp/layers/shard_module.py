@@ -28,7 +28,7 @@ from fsdp.engine.originals import take_over
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
-from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.engine.unit import Unit, own_modules, unit_of, units_of
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.layers.managed_params import (
     Found,
@@ -77,7 +77,7 @@ def shard_module(
 ) -> tuple[Unit, Group]:
     """Make a module a unit with this form of parameters; return the unit and the group for reducing gradients."""
     refuse_shared_modules(module)
-    inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
+    inner = units_of(module.modules())
     ignored.check([place for unit in inner for place in unit.places()])
     meet_torch()
     _make_way(module, inner)
@@ -190,11 +190,7 @@ def _uncast(precision: Precision, found: Found) -> Collection[tuple[nn.Module, s
 
 def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:
     """Return the device of a module: of its own parameters, or the compute device of its inner units."""
-    inner = (
-        unit
-        for unit in map(unit_of, module.modules())
-        if unit is not None and (unit.owned_handles or unit.borrowed_handles)
-    )
+    inner = (unit for unit in units_of(module.modules()) if unit.owned_handles or unit.borrowed_handles)
     if not found and (first := next(inner, None)) is not None:
         return first.device
     return device_of(found) or served_device(over)

@@ -22,7 +22,7 @@ from fsdp.engine.names import paths_in
 from fsdp.engine.originals import follow_flat_param, lender_of, note_stale, taken_over
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
-from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
+from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in, units_of
 from fsdp.layers.managed_params import Places
 from fsdp.layers.state_requests import Exporting
 
@@ -40,7 +40,7 @@ def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
 
 def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
     """Return the places of parameters that units in a module tree want, which an enclosing unit must not own."""
-    units = filter(None, map(unit_of, module.modules()))
+    units = units_of(module.modules())
     return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
 
 

@@ -24,7 +24,7 @@ from fsdp.engine.policy import Policy
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.storage import ShardStorage
-from fsdp.engine.unit import unit_of
+from fsdp.engine.unit import units_of
 from fsdp.layers.fingerprints import take_fingerprints
 from fsdp.layers.managed_params import Places, collect, names_of
 from fsdp.layers.options import Options
@@ -40,7 +40,7 @@ def flat_param_handles(module: nn.Module) -> list[FlatParamHandle]:
     Units of `FullyShardedDataParallel` and of `fully_shard` are included. A `StandaloneHandle` belongs to no unit, and
     is not.
     """
-    units = list(dict.fromkeys(filter(None, map(unit_of, module.modules()))))
+    units = units_of(module.modules())
     for unit in units:
         unit.wake()
     return list(dict.fromkeys(handle for unit in units for handle in unit.owned_handles))

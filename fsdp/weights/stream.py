@@ -28,7 +28,6 @@ from fsdp.checkpoint.model_tensors import (
     dtype_in_files,
     handles_of,
     named_tensors,
-    outermost_units,
     prepared,
     require_one_model,
     written_here,
@@ -39,7 +38,7 @@ from fsdp.distributed.communicator import Communicator, default_group
 from fsdp.distributed.consensus import Ranks, agree_on_outcome, done_by_all, from_everyone, number_among, size_of
 from fsdp.distributed.devices import HOST
 from fsdp.engine.names import plain_name
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import Unit, outermost_units
 from fsdp.layers.deferred_init import require_values_everywhere
 from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.weights.assembly import Assembly, Shards

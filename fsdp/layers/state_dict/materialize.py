@@ -23,7 +23,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import plain_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.engine.unit import Unit, own_modules, unit_of, units_of
 from fsdp.layers.deferred_init import Uninitialized, mark, uninitialized_in
 from fsdp.layers.module_overrides import Conversions
 from fsdp.layers.state_dict.redistribute import as_modules_see, blanks
@@ -91,7 +91,7 @@ class _Materializing:
         self._init, self._seed = param_init_fn, seed
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
         self._order = _children_first(model)
-        self._units = list(filter(None, dict.fromkeys(map(unit_of, self._order))))
+        self._units = units_of(self._order)
         require_shards(self._units, "materialize")
         self._device = _device_beside(model, self._units)
         self._filled: dict[nn.Module, Lacks] = {}  # what was filled and modules see, by the module that did it
