@@ -24,6 +24,7 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.unit import Unit
+from fsdp.layers.listed_shards import params_of
 from fsdp.layers.quantized_params import MakeQuantized
 from fsdp.layers.quantized_reduce import Feedback, QuantizedReduceScatter, QuantizedSums, Quantizing
 from fsdp.layers.quantized_replicas import QuantizedReplicaSums, ReplicaFeedback, ReplicaSums
@@ -219,7 +220,7 @@ class Compression:
             trained = [handle for handle in self._feedback if handle.requires_grad]
 
             def check() -> None:
-                params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+                params = set(map(id, params_of(optimizer)))
                 self._require_storage(optimizer, params, trained)
 
             done_by_all([self._root.everyone], "store its feedback", check)

@@ -12,6 +12,7 @@ from torch import nn
 from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import clean_name, plain_name
 from fsdp.engine.unit import unit_of_wrapper
+from fsdp.layers.listed_shards import params_of
 from fsdp.layers.optimizer_states import SHARDS_OF
 from fsdp.optim_utils.params import Parameters, Place, parameters_of
 from fsdp.optim_utils.state import ELEMENTWISE, flat_state, options_of
@@ -143,7 +144,7 @@ def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
     names = {param: plain_name(name) for name, param in module.named_parameters()}
     if optim is None:
         return {name: number for number, name in enumerate(names.values())}
-    held = [param for group in optim.param_groups for param in group["params"]]
+    held = params_of(optim)
     if any(param not in names for param in held):
         raise ValueError(f"{type(optim).__name__} has parameters that are not the module's")
     return {names[param]: number for number, param in enumerate(held)}

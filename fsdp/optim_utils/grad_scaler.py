@@ -15,6 +15,7 @@ from fsdp.distributed.devices import HOST, accelerator
 from fsdp.distributed.dtensor import missing_ranks
 from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import reduce_deferred, runtimes
+from fsdp.layers.listed_shards import params_of
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -93,8 +94,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _fuses_across_devices(self, optimizer: torch.optim.Optimizer) -> bool:
         if not self._enabled or not getattr(optimizer, "_step_supports_amp_scaling", False) or self._scale is None:
             return False
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return any(param.device != self._scale.device for param in params)
+        return any(param.device != self._scale.device for param in params_of(optimizer))
 
     @uncompiled
     def _unscale_grads_(
@@ -108,7 +108,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 "those that have finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally "
                 "many batches."
             )
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         reduce_deferred(param.owner for param in params if is_ours(param))
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in params:
