@@ -42,7 +42,12 @@ def number_among(ranks: Ranks) -> int:
 
 
 def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
-    """Collective. Return the pickled values of all ranks that `ranks` reach in turn; the first varies fastest."""
+    """Collective. Return the pickled values of all ranks that `ranks` reach in turn; the first varies fastest.
+
+    Ranks that are only simulated have the value of this rank.
+    """
+    if not peers_answer(ranks):
+        return [value] * size_of(ranks)
     values = [value]
     for comm in ranks:
         values = [heard for other in comm.all_gather_bytes(pickle.dumps(values)) for heard in pickle.loads(other)]
@@ -80,8 +85,7 @@ def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
     The error includes the first rank that differs from rank 0, and the things of both ranks, as `shown` or else as the
     name.
     """
-    if peers_answer(ranks):
-        require_same(ranks, things, from_everyone(ranks, (name, shown or name)))
+    require_same(ranks, things, from_everyone(ranks, (name, shown or name)))
 
 
 def require_same(ranks: Ranks, things: str, heard: Sequence[tuple[str, str]]) -> None:
@@ -103,9 +107,8 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
     """
     heard = ""
     for ranks in everyone:
-        if peers_answer(ranks):
-            # also told by ranks that have heard of an error: the others wait for them
-            heard = _first(from_everyone(ranks, heard if error is None else _text_of(error, what))) or heard
+        # also told by ranks that have heard of an error: the others wait for them
+        heard = _first(from_everyone(ranks, heard if error is None else _text_of(error, what))) or heard
     _raise(error, heard)
 
 

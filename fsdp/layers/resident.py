@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp.distributed.communicator import during
-from fsdp.distributed.consensus import agree_on, from_everyone, peers_answer
+from fsdp.distributed.consensus import agree_on, from_everyone
 from fsdp.distributed.paths import path
 from fsdp.engine.checks import Checks
 from fsdp.engine.handle import FlatParamHandle
@@ -134,9 +134,8 @@ class _Orders(Checks):
 
 def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
     """Collective. Return the units to keep, the most useful first."""
-    runs = [_runs.get(unit, 0) for unit in runtime.units]
-    if peers_answer(runtime.root.everyone):
-        runs = list(map(sum, zip(*from_everyone(runtime.root.everyone, runs), strict=True)))
+    runs_here = [_runs.get(unit, 0) for unit in runtime.units]
+    runs = map(sum, zip(*from_everyone(runtime.root.everyone, runs_here), strict=True))
     depths = dict.fromkeys(runtime.units, 0)
     for unit in runtime.units:
         unit.follow_mode()  # before its size is known

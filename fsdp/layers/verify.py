@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from fsdp import __version__
 from fsdp.distributed.collectives import Communicator
 from fsdp.distributed.communicator import own_rank
-from fsdp.distributed.consensus import Ranks, from_everyone, numbers_of, peers_answer
+from fsdp.distributed.consensus import Ranks, from_everyone, numbers_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.names import clean_name, join
@@ -67,11 +67,10 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
         for handle in unit.handles:
             for comm in (handle.comm, handle.reduce_comm, handle.replica_axis):
                 comm.ensure_connected()
-    if peers_answer(ranks):
-        outside = "none, outside of forward"
-        plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
-        agree_on_plan(ranks, [(plan[0][0], plan[0][1] | _environment(units[0][1].device, to_run)), *plan[1:]])
-        _agree_on_parts(units)
+    outside = "none, outside of forward"
+    plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
+    agree_on_plan(ranks, [(plan[0][0], plan[0][1] | _environment(units[0][1].device, to_run)), *plan[1:]])
+    _agree_on_parts(units)
     agreed.update(unit for _, unit in units)
     for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
         handle.number_as(number)
@@ -168,8 +167,7 @@ def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
             if parts := [f"{slot.name} ({part})" for slot, part in described if part]:
                 plans.setdefault((handle.comm, handle.replicas), []).append((name, {"parts": parts}))
     for ranks, plan in plans.items():
-        if peers_answer(ranks):
-            agree_on_plan(ranks, plan)
+        agree_on_plan(ranks, plan)
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
@@ -237,7 +235,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
                 settle_fingerprints(handle)
                 pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
     # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
-    problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items() if peers_answer(ranks)]
+    problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items()]
     for problem in filter(None, problems):
         raise RuntimeError(problem)
     for handles in pending.values():
@@ -250,8 +248,6 @@ def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
 
     Fingerprints, by FQNs, are compared only if all ranks have them.
     """
-    if not peers_answer(ranks):
-        return ""
     told = from_everyone(ranks, dict(written))
     difference = first_difference([[each.get(name) for name in told[0]] for each in told])
     if difference is None:

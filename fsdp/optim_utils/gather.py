@@ -21,7 +21,6 @@ from fsdp.distributed.consensus import (
     agree_on_outcome,
     from_everyone,
     number_among,
-    peers_answer,
     size_of,
     told_by_all,
 )
@@ -123,7 +122,7 @@ class OptimStream:
 
     def _problems_of_replicas(self, everyone: Ranks) -> Iterator[str]:
         """Collective. Yield the state that differs between replicas but must be equal."""
-        if not peers_answer(everyone) or all(one.replicas.world_size == 1 for one in self.params.listed):
+        if all(one.replicas.world_size == 1 for one in self.params.listed):
             return
         own = {one.name: shared.kinds for one, shared in self.shared.items() if one.replicas.world_size > 1}
         heard = from_everyone(everyone, own)

@@ -128,7 +128,7 @@ def gather_state_dict(
 
     tensors = [(path, leaf) for path, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
     ways = gathering.ways(leaf for _, leaf in tensors)
-    told = [(own, other) for comm, own in ways if comm.peers_answer for other in from_everyone((comm,), own)]
+    told = [(own, other) for comm, own in ways for other in from_everyone((comm,), own)]
     done_by_all([(comm,) for comm, _ in ways], f"gather a state dict (on global rank {own_rank()})", check)
 
     def whole(path: Path, leaf: Any) -> Any:

@@ -28,7 +28,6 @@ from fsdp.distributed.consensus import (
     agree_on_outcome,
     done_by_all,
     from_everyone,
-    peers_answer,
     sent_by_first,
 )
 from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part
@@ -294,7 +293,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
     others = (tensor for module in root.modules() for *_, tensor in beside_ours(module))
     is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
     own = [is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]
-    told = from_everyone(unit.everyone, own) if peers_answer(unit.everyone) else [own]
+    told = from_everyone(unit.everyone, own)
     if all(flags[0] for flags in told):
         return None
     return frozenset(each for number, each in enumerate(units, start=1) if any(flags[number] for flags in told))
