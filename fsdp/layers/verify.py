@@ -249,35 +249,30 @@ def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
     Fingerprints, by FQNs, are compared only if all ranks have them.
     """
     told = from_everyone(ranks, dict(written))
-    difference = first_difference([[each.get(name) for name in told[0]] for each in told])
-    if difference is None:
-        return ""
-    place, number, count = difference
-    more, numbers = f" (and of {count - 1} more)" if count > 1 else "", numbers_of(ranks)
-    return (
-        f"rank {numbers[place]} has other values than rank {numbers[0]} of {list(told[0])[number]}{more}. Each rank "
-        "would keep its own shard of them; nothing was changed."
-    )
+    found = _different(ranks, [[each.get(name) for name in told[0]] for each in told], list(told[0]))
+    return found and f"rank {found}. Each rank would keep its own shard of them; nothing was changed."
 
 
 def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
     """Collective. Return a description of the difference if ranks have sharded different values; else ""."""
-    seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
-    noted = [(handle.values.fingerprints, slot) for _, handle, slot in seen]
-    found = [fingerprints.unsharded[slot] for fingerprints, slot in noted if fingerprints is not None]
-    difference = first_difference(from_everyone(ranks, found))
-    if difference is None:
-        return ""
-    place, number, count = difference
-    numbers = numbers_of(ranks)
-    unit, handle, slot = seen[number]
-    more = f" (and of {count - 1} more)" if count > 1 else ""
-    return (
-        f"rank {own_rank()}: the ranks have sharded different values. Rank {numbers[place]} has other values than "
-        f"rank {numbers[0]} of {handle.layout.slots[slot].name} of unit '{unit}'{more}: their shards are of different "
+    own = [one for _, handle in handles if (one := handle.values.fingerprints) is not None]
+    names = [f"{slot.name} of unit '{unit}'" for unit, handle in handles for slot in handle.layout.slots]
+    found = _different(ranks, from_everyone(ranks, [each for one in own for each in one.unsharded]), names)
+    return found and (
+        f"rank {own_rank()}: the ranks have sharded different values. Rank {found}: their shards are of different "
         "models. Seed all ranks alike before the model is built (torch.manual_seed), broadcast its values (which "
         "FullyShardedDataParallel does with sync_module_states=True), or load a checkpoint before the first use."
     )
+
+
+def _different(ranks: Ranks, by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> str:
+    """Collective if there is a difference. Return the first rank with other values, and which these are; else ""."""
+    difference = first_difference(by_rank)
+    if difference is None:
+        return ""
+    place, number, count = difference
+    more, numbers = f" (and of {count - 1} more)" if count > 1 else "", numbers_of(ranks)
+    return f"{numbers[place]} has other values than rank {numbers[0]} of {names[number]}{more}"
 
 
 def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
