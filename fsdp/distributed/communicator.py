@@ -40,6 +40,11 @@ Messages = Mapping[int, Sequence[Tensor]]
 # while texts for people need not be.
 Tag = int | str | tuple[int | str, ...]
 
+
+def words_of(tag: Tag) -> tuple[int | str, ...]:
+    return tag if isinstance(tag, tuple) else (tag,)
+
+
 # The public call that this thread is in, as users write it; empty in forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
 # For how long this thread waits for a work, if not as its group says.

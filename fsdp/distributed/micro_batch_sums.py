@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator, Pending, Tag
+from fsdp.distributed.communicator import Communicator, Pending, Tag, words_of
 from fsdp.distributed.custom_collectives import InFront
 from fsdp.distributed.tree_sum import TreeSum
 
@@ -102,4 +102,4 @@ class SumByMicroBatch(InFront):
                 received[self.rank] = received[self.rank].clone()  # or all of `full` would live as long as a part of it
             return sums.add(step, tag, received, kind)
 
-        return self._behind.swap(pieces, what, ("micro-batch", *(tag if isinstance(tag, tuple) else (tag,))), added)
+        return self._behind.swap(pieces, what, ("micro-batch", *words_of(tag)), added)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag, made_once_for_groups
+from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag, made_once_for_groups, words_of
 
 _LENGTH_BYTES = 8
 
@@ -148,7 +148,7 @@ class Nested(Communicator):
 
 def _inside(tag: Tag) -> Tag:
     """Return a tag that no handle has which communicates over one of the two groups alone."""
-    return ("nested", *(tag if isinstance(tag, tuple) else (tag,)))
+    return ("nested", *words_of(tag))
 
 
 _nested: dict[tuple[Communicator, Communicator], Nested] = made_once_for_groups()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.block_codes import DTYPES, BlockCodes
-from fsdp.distributed.communicator import Communicator, Pending, Tag
+from fsdp.distributed.communicator import Communicator, Pending, Tag, words_of
 from fsdp.distributed.custom_collectives import InFront
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Layout
@@ -104,7 +104,7 @@ class QuantizedSums:
 
     def handles_of(self, tag: Tag) -> list[FlatParamHandle]:
         """Return the handles whose gradients are reduced together under a tag."""
-        tags = tag if isinstance(tag, tuple) else (tag,)
+        tags = words_of(tag)
         if not all(each in self._by_tag for each in tags):  # ranks have agreed anew
             self._by_tag = {handle.tags.reduce: handle for handle in self._handles}
         return [self._by_tag[each] for each in tags]
@@ -121,8 +121,7 @@ class QuantizedSums:
         messages = self.codes.encoded(values)
         if feedback is not None:
             errors = values.sub_(self.codes.decoded(messages, values.shape[1]))
-            # A step with infinities is skipped, and they must not return in the next one.
-            feedback.keep(errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+            feedback.keep(finite(errors))
         return messages, rows[comm.rank].clone()
 
 
@@ -137,6 +136,27 @@ class Quantizing(InFront):
         """The communicator that sums exactly."""
         return self._behind
 
+    def _sum(
+        self,
+        messages: Tensor,
+        own: Tensor,
+        decoded: Callable[[Tensor], Tensor],
+        what: str,
+        tag: Tag,
+        dtype: torch.dtype,
+    ) -> Pending:
+        """Send a row of `messages` to each other rank. The result is the sum of all pieces, in the order of ranks."""
+        outgoing = [*messages]
+        outgoing.insert(self.rank, own)
+
+        def summed(received: list[Tensor]) -> Tensor:
+            total = torch.zeros_like(received[self.rank])
+            for rank, piece in enumerate(received):
+                total += piece if rank == self.rank else decoded(piece)
+            return total.to(dtype)
+
+        return self._behind.swap(outgoing, what, tag, summed)
+
 
 class QuantizedReduceScatter(Quantizing):
     """A communicator that sums gradients that are sent quantised."""
@@ -145,18 +165,13 @@ class QuantizedReduceScatter(Quantizing):
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         require_quantizable(full, what)
-        sums, kind = self._collective, dtype or full.dtype
+        sums = self._collective
         handles = sums.handles_of(tag)
         numels = [handle.gradients.layout.shard_numel for handle in handles]
         rows = full.view(self.world_size, -1).split(numels, dim=1)
         each = [sums.prepared(one, handle, self) for one, handle in zip(rows, handles, strict=True)]
-        outgoing = list(torch.cat([messages for messages, _ in each], dim=1))
-        outgoing.insert(self.rank, torch.cat([own for _, own in each]))
-
-        def summed(received: list[Tensor]) -> Tensor:
-            return added_in_rank_order(received, self.rank, lambda piece: self._decoded(piece, numels)).to(kind)
-
-        return self._behind.swap(outgoing, what, tag, summed)
+        messages, own = torch.cat([one for one, _ in each], dim=1), torch.cat([one for _, one in each])
+        return self._sum(messages, own, lambda piece: self._decoded(piece, numels), what, tag, dtype or full.dtype)
 
     def _decoded(self, message: Tensor, numels: Sequence[int]) -> Tensor:
         codes = self._collective.codes
@@ -171,12 +186,9 @@ def require_quantizable(gradient: Tensor, what: str) -> None:
         raise TypeError(f"{what}: gradients of {gradient.dtype} cannot be quantised, only of {names}")
 
 
-def added_in_rank_order(received: Sequence[Tensor], own: int, decoded: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the float32 sum of this rank's piece, which has number `own`, and the pieces in other ranks' messages."""
-    total = torch.zeros_like(received[own])
-    for rank, piece in enumerate(received):
-        total += piece if rank == own else decoded(piece)
-    return total
+def finite(errors: Tensor) -> Tensor:
+    """Return errors that may be added to the next gradient: a step with infinities is skipped. Overwrites them."""
+    return errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def peers_rows(rows: Tensor, rank: int) -> Tensor:

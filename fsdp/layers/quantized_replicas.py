@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.block_codes import BlockCodes
-from fsdp.distributed.communicator import Communicator, Pending, Tag
+from fsdp.distributed.communicator import Communicator, Pending, Tag, words_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Layout
 from fsdp.layers.quantized_reduce import (
     Quantizing,
-    added_in_rank_order,
+    finite,
     peers_rows,
     require_quantizable,
     set_peers_rows,
@@ -100,8 +100,7 @@ class ReplicaSums:
         """Add the errors of earlier sums to a gradient ``[replicas, n]`` in float32."""
         if self.feedback:
             by_tag: dict[int | str, ReplicaFeedback] = {each.handle.tags.replica: each for each in self.feedback}
-            tags = tag if isinstance(tag, tuple) else (tag,)
-            members = [(each, each.handle.gradients.layout) for each in map(by_tag.__getitem__, tags)]
+            members = [(each, each.handle.gradients.layout) for each in map(by_tag.__getitem__, words_of(tag))]
             self._sums[tag] = _Sum(members, torch.zeros_like(pieces))
             for feedback, layout, part in self._sums[tag].parts_of(pieces):
                 feedback.add_to(part, layout)
@@ -109,13 +108,13 @@ class ReplicaSums:
     def note_pieces(self, errors: Tensor, rank: int, tag: Tag) -> None:
         """Note the errors ``[replicas - 1, n]`` of the pieces that were sent to the other replicas."""
         if self.feedback:
-            set_peers_rows(self._sums[tag].errors, rank, _finite(errors))
+            set_peers_rows(self._sums[tag].errors, rank, finite(errors))
 
     def note_sum(self, errors: Tensor, rank: int, tag: Tag) -> None:
         """Note the errors ``[n]`` of the sum that this rank sends, and keep all errors."""
         if self.feedback:
             found = self._sums.pop(tag)
-            found.errors[rank] = _finite(errors)
+            found.errors[rank] = finite(errors)
             for feedback, layout, part in found.parts_of(found.errors):
                 feedback.keep(part, layout)
 
@@ -146,22 +145,18 @@ class QuantizedReplicaSums(Quantizing):
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         require_quantizable(full, what)
-        sums, kind = self._collective, dtype or full.dtype
+        sums = self._collective
         pieces = full.view(self.world_size, -1).to(torch.float32, copy=True)
         sums.begin(pieces, tag)
         sent = peers_rows(pieces, self.rank)
+        numel = sent.shape[1]
         messages = sums.codes.encoded(sent)
-        sums.note_pieces(sent - self._decoded(messages, sent.shape[1]), self.rank, tag)
-        outgoing = [*messages]
-        outgoing.insert(self.rank, pieces[self.rank].clone())
+        sums.note_pieces(sent - self._decoded(messages, numel), self.rank, tag)
 
-        def summed(received: list[Tensor]) -> Tensor:
-            own = received[self.rank]
-            return added_in_rank_order(
-                received, self.rank, lambda piece: self._decoded(piece.view(1, -1), own.numel()).view(-1)
-            ).to(kind)
+        def decoded(message: Tensor) -> Tensor:
+            return self._decoded(message.view(1, -1), numel).view(-1)
 
-        return self._behind.swap(outgoing, what, tag, summed)
+        return self._sum(messages, pieces[self.rank].clone(), decoded, what, tag, dtype or full.dtype)
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         sums, numel = self._collective, shard.numel()
@@ -180,8 +175,3 @@ class QuantizedReplicaSums(Quantizing):
 
     def _decoded(self, messages: Tensor, numel: int) -> Tensor:
         return self._collective.codes.decoded(messages, numel)
-
-
-def _finite(errors: Tensor) -> Tensor:
-    """Return errors that may be added to the next gradient: a step with infinities is skipped."""
-    return errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -23,6 +23,7 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor, nn
 
 from fsdp.distributed import devices
+from fsdp.distributed.communicator import words_of
 from fsdp.distributed.devices import Arrival, QueuedCopies
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
 from fsdp.engine.autograd import differentiable_tensors
@@ -573,8 +574,7 @@ def _tag(handle: FlatParamHandle) -> int:
 
 def _number(message: Message) -> Any:
     """Return the number in a tag, which begins with a word if the all-gather is one along two axes."""
-    tag = message.tag if isinstance(message.tag, tuple) else (message.tag,)
-    return next((part for part in tag if isinstance(part, int)), None)
+    return next((part for part in words_of(message.tag) if isinstance(part, int)), None)
 
 
 def _described(plan: Plan) -> Iterator[str]:
