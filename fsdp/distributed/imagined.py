@@ -92,9 +92,7 @@ class _Sent:
         """They have left at once."""
 
 
-class _ImaginedExchange(DirectExchange):
-    """Messages from rank to rank, which are never received."""
-
+class _Imagined(TorchCollectives):
     def __init__(self, group: ImaginedGroup) -> None:
         super().__init__(group)
         self.peers_answer = False
@@ -102,6 +100,10 @@ class _ImaginedExchange(DirectExchange):
 
     def for_device(self, device: torch.device) -> Communicator:
         return self
+
+
+class _ImaginedExchange(_Imagined, DirectExchange):
+    """Messages from rank to rank, which are never received."""
 
     def _post(
         self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages, *, is_lent: bool = False
@@ -115,16 +117,8 @@ class _ImaginedExchange(DirectExchange):
         return Pending(what, (), lambda: tensor)  # only words are reduced like this
 
 
-class _ImaginedCollectives(TorchCollectives):
+class _ImaginedCollectives(_Imagined):
     """The collectives of a backend, without communication; they use the same tensors as `TorchCollectives`."""
-
-    def __init__(self, group: ImaginedGroup) -> None:
-        super().__init__(group)
-        self.peers_answer = False
-        self._note = group.note
-
-    def for_device(self, device: torch.device) -> Communicator:
-        return self
 
     @property
     def _ring(self) -> float:

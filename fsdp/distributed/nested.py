@@ -45,18 +45,18 @@ class Nested(Communicator):
     def _parts(self) -> list[Communicator]:
         return [each for each in (self._shard, self._replicas, self._together) if each is not None]
 
+    def _of(self, shard: Communicator, replicas: Communicator, together: Communicator | None = None) -> Communicator:
+        return nested(shard, replicas, together, self.ranks)
+
     @property
     def on_host(self) -> Communicator:
-        shard, replicas, *together = (each.on_host for each in self._parts)
-        return nested(shard, replicas, next(iter(together), None), self.ranks)
+        return self._of(*(each.on_host for each in self._parts))
 
     def for_device(self, device: torch.device) -> Communicator:
-        shard, replicas, *together = (each.for_device(device) for each in self._parts)
-        return nested(shard, replicas, next(iter(together), None), self.ranks)
+        return self._of(*(each.for_device(device) for each in self._parts))
 
     def apart(self) -> Communicator:
-        shard, replicas, *together = (each.apart() for each in self._parts)
-        return nested(shard, replicas, next(iter(together), None), self.ranks)
+        return self._of(*(each.apart() for each in self._parts))
 
     def new_tag(self) -> int:
         # Of the group of all ranks, so that no two meshes over it have the same.
