@@ -117,11 +117,11 @@ class SlotTensor:
         if self.packing is not None:  # the interval counts bytes, and ends with padding
             size = self.dtype.itemsize
             start, stop = interval.start // size, min(interval.stop // size, self.shape.numel())
-            return Held(_box_of(self.shape, None), start, stop, interval.offset // size) if start < stop else None
+            return Held(Box.whole(self.shape), start, stop, interval.offset // size) if start < stop else None
         if isinstance(layout, RowsLayout):
             box, start = layout.local_box(self.slot, rank), 0
         else:
-            box, start = _box_of(layout.slots[self.slot].shape, None), interval.start
+            box, start = Box.whole(layout.slots[self.slot].shape), interval.start
         if self.part is not None:
             box = box.moved(self.part.offsets)
         return Held(box, start, start + interval.numel, interval.offset)
@@ -180,7 +180,8 @@ class UnshardedTensor:
             raise NotImplementedError(
                 f"{self.names[0]} has placements {list(part.placements)}: files hold what is Shard or Replicate"
             )
-        return Held(_box_of(local.shape, part), 0, local.numel(), 0) if local.numel() else None
+        box = Box.whole(local.shape) if part is None else Box.whole(local.shape).moved(part.offsets)
+        return Held(box, 0, local.numel(), 0) if local.numel() else None
 
     def vector(self, name: str) -> Tensor:
         if self.tensor.is_meta:
@@ -202,11 +203,6 @@ class UnshardedTensor:
 
 Target = SlotTensor | UnshardedTensor
 _MAX_FORM = 1000  # characters
-
-
-def _box_of(shape: torch.Size, part: MeshPart | None) -> Box:
-    """Return the elements of a plain tensor, or of the local part of a `DTensor`."""
-    return Box((0,) * len(shape) if part is None else part.offsets, tuple(shape))
 
 
 def read_held(files: TensorReader, key: str, target: Target, into: Tensor) -> None:

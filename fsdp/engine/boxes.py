@@ -15,6 +15,16 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def rows(cls, first: int, last: int, shape: Sequence[int]) -> Box:
+        """Return the rows ``first:last`` of a tensor of this shape."""
+        return cls((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
@@ -62,7 +72,7 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     yield from _in_row(inner, first - 1, start - (first - 1) * row, row if start < first * row else 0)
     if first < last:
-        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+        yield Box.rows(first, last, shape)
     yield from _in_row(inner, last, 0, stop - last * row)
 
 

@@ -153,7 +153,7 @@ class WeightPlan:
         found, at = [], 0
         for piece in self.buckets[number]:
             tensor = self.tensors[piece.tensor]
-            rows = Box((piece.first, *(0 for _ in tensor.sizes[1:])), (piece.rows, *tensor.sizes[1:]))
+            rows = Box.rows(piece.first, piece.first + piece.rows, tensor.sizes)
             for held, start, common in shares(tensor, holding.get(piece.tensor), rows):
                 at = _aligned(at, tensor.dtype.itemsize)
                 start += (common.offsets[0] - held.offsets[0]) * math.prod(held.sizes[1:])

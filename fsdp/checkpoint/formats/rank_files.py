@@ -407,7 +407,7 @@ def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Box:
     kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
     sharded = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
     if not sharded:
-        return Box((0,) * len(shape), tuple(shape))
+        return Box.whole(shape)
     if len(sharded) > 1 or kinds[sharded[0]] != "Shard" or spec["placements"][sharded[0]].fields["dim"] != 0:
         dims = [each.fields.get("dim", "") for each in spec["placements"]]
         shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
@@ -418,7 +418,7 @@ def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Box:
     ranks, number = _place_in_mesh(spec["mesh"].fields, sharded[0])
     rows = -(-shape[0] // ranks)  # as `torch.chunk`
     first, last = (min(each * rows, shape[0]) for each in (number, number + 1))
-    return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    return Box.rows(first, last, shape)
 
 
 def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:

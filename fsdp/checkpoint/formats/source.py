@@ -294,7 +294,7 @@ def are_all_of(shape: torch.Size, boxes: Collection[Box]) -> bool:
     """Return whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
     if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
         return False
-    inside = Box((0,) * len(shape), tuple(shape))
+    inside = Box.whole(shape)
     if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
         return False
     open_ones: list[Box] = []  # that share rows with the next box

@@ -64,13 +64,13 @@ class Part:
     @classmethod
     def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
         """Return the part that is all of a tensor, which is on every rank."""
-        return cls(shape, Box((0,) * len(shape), tuple(shape)), 0, shape.numel(), name, rank, is_alone=True)
+        return cls(shape, Box.whole(shape), 0, shape.numel(), name, rank, is_alone=True)
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, int], ...]:
         """The elements' places in the whole tensor, each box with the place of its first element among them."""
         if self.shape.numel() == 0:
-            return ((Box((0,) * len(self.shape), tuple(self.shape)), 0),)  # or checkpoints would not have it at all
+            return ((Box.whole(self.shape), 0),)  # or checkpoints would not have it at all
         found, done = [], 0
         for box in boxes_of(self.block.sizes, self.start, self.stop):
             found.append((box.moved(self.block.offsets), done))
@@ -231,9 +231,9 @@ def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
     interval = handle.layout.interval(slot, handle.comm.rank)
     start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
     shape = kept.shape if mesh is None else mesh.shape
-    offsets = (0,) * len(shape) if mesh is None else mesh.offsets
+    block = Box.whole(kept.shape) if mesh is None else Box.whole(kept.shape).moved(mesh.offsets)
     is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
-    return Part(shape, Box(offsets, tuple(kept.shape)), start, stop, kept.name, rank, is_alone)
+    return Part(shape, block, start, stop, kept.name, rank, is_alone)
 
 
 def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
