@@ -171,14 +171,15 @@ class Steps:
         for notify in self.root.observers.step:
             notify(optimizer)
         self._begun = weakref.ref(optimizer), _version(optimizer)
-        if self._journal is None:
+        if (own := self._journal) is None:
             return
+        changes: list[str] = []
         if self._looked_at != self.backwards:
             self._looked_at = self.backwards
             for rest in self._rests.values():
                 left = None if rest is None else rest.left
                 if rest is not None and left is not None and list(map(rest.version, rest.tensors)) != left:
-                    self._note(f"the shard of {rest.handle.name} was written")
+                    changes.append(f"{_CHANGES_DIFFER.begin}the shard of {rest.handle.name} was written")
         counts: dict[str, int] = {}
         for rest in part.watched:
             count, absent = 0, False
@@ -191,15 +192,11 @@ class Steps:
             if absent:
                 slots = zip(rest.handle.layout.slots, rest.listed, strict=False)
                 names = [slot.name for slot, param in slots if param.grad is None]
-                self._note(f"{rest.handle.name} has no gradient of {', '.join(names)}")
+                changes.append(f"{_CHANGES_DIFFER.begin}{rest.handle.name} has no gradient of {', '.join(names)}")
         if counts != part.counts:
             part.counts, part.written = counts, list(_written_gradients(counts))
-        for change in part.written:
-            self._journal.notes.setdefault(self._journal.page, {})[object(), change] = 1
-
-    def _note(self, change: str) -> None:
-        if self._journal is not None:
-            self._journal.note(object(), _CHANGES_DIFFER.begin + change)  # a line that is there twice says no more
+        for change in (*changes, *part.written):  # a line that is there twice says no more
+            own.notes.setdefault(own.page, {})[object(), change] = 1
 
     def end(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
         """Note that a step was taken, and what it has left."""
