@@ -54,7 +54,7 @@ def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_n
     runtime.reduce_deferred()
     if runtime.participation is not None:
         runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
-    return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
+    return clip_grad_norm(runtime, max_norm, norm_type, error_if_nonfinite)
 
 
 @uncompiled
@@ -64,21 +64,19 @@ def clip_by_value(runtime: Runtime, clip_value: float) -> None:
     runtime.reduce_deferred()
     if runtime.participation is not None:
         runtime.participation.announce_clip_value(clip_value)
-    clip_grad_value(runtime.root, runtime.units, clip_value)
+    clip_grad_value(runtime, clip_value)
 
 
-def clip_grad_norm(
-    root: Unit, units: Sequence[Unit], max_norm: float, norm_type: float, error_if_nonfinite: bool = False
-) -> Tensor:
+def clip_grad_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. Scale all gradients to a norm over all ranks of at most `max_norm`; return the previous norm.
 
     If the norm is not finite and `error_if_nonfinite`, the error names the parameters with such gradients, and no
     gradient is changed. Gradients that are not reduced yet also raise an error.
     """
-    reduced = reduced_gradients(units)
+    root, reduced = runtime.root, reduced_gradients(runtime)
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
     owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
-    norm = norm_over_ranks(root, units, owned, norm_type, f", to be at most {max_norm:g}")
+    norm = norm_over_ranks(runtime, owned, norm_type, f", to be at most {max_norm:g}")
     where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
     return norm
@@ -98,7 +96,7 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
     return f" (the gradient of {some_of(names, 3)})" if names else ""
 
 
-def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float, purpose: str = "") -> Tensor:
+def norm_over_ranks(runtime: Runtime, owned: Owned, norm_type: float, purpose: str = "") -> Tensor:
     """Collective. Return the norm of the gradients on all ranks of a model, in float32 or wider.
 
     Sums of powers are computed per shard and added over the ranks, and with `DTensor`s also over each dimension of
@@ -113,7 +111,8 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
         ValueError: for an invalid norm type, or if a unit spans ranks outside the root.
         NotImplementedError: if meshes of `DTensor`s overlap in part.
     """
-    beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
+    root = runtime.root
+    beyond = [unit.name for unit in runtime.units if root.ranks and not unit.ranks <= root.ranks]
     if beyond:
         raise ValueError(
             f"clip_grad_norm_ adds up what the ranks of the outermost unit have ({sorted(root.ranks)}), and inner "
@@ -121,7 +120,7 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
-    handles = {id(handle.flat_param): handle for unit in units for handle in unit.handles}
+    handles = {id(handle.flat_param): handle for handle in runtime.handles}
     others = [param for _, param in owned if owner_of(param) is None]
     ours = [part for handle in handles.values() for part in handle.flat_param.parts]
     parallel = MeshGroups.of([*ours, *map(MeshPart.of, [*unsharded_parameters(root), *others])], root.ranks)
@@ -164,11 +163,11 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_no
             grad.copy_(grad.to(wide).mul_(scale.to(grad.device, wide)))
 
 
-def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:
+def clip_grad_value(runtime: Runtime, clip_value: float) -> None:
     """Clamp every element of the gradients, which must be reduced, to ``[-clip_value, clip_value]``."""
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in (*reduced_gradients(units).values(), *_ignored_gradients(root).values()):
+    for grad in (*reduced_gradients(runtime).values(), *_ignored_gradients(runtime.root).values()):
         grad.clamp_(-clip_value, clip_value)
 
 
@@ -186,11 +185,10 @@ def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> N
             )
 
 
-def reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
+def reduced_gradients(runtime: Runtime) -> dict[FlatParamHandle, Tensor]:
     """Return the gradients of shards that have one; raise an error as `require_reduced`."""
-    handles = [handle for unit in units for handle in unit.handles]
-    require_reduced(handles)
-    return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
+    require_reduced(runtime.handles)
+    return {handle: handle.flat_param.grad for handle in runtime.handles if handle.flat_param.grad is not None}
 
 
 def unsharded_parameters(root: Unit) -> list[nn.Parameter]:

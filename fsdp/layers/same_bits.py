@@ -165,7 +165,7 @@ class SameBits:
             RuntimeError: if `error_if_nonfinite` and the norm is not finite.
         """
         self._runtime.ensure_idle("clip gradients")
-        grads = reduced_gradients(self._runtime.units)
+        grads = reduced_gradients(self._runtime)
         own = [grad for handle, grad in grads.items() if handle.replicas.rank == 0]  # what is replicated counts once
         with during("SameBits.clip_grad_norm_()"):
             norm = exact_norm(self._root.everyone, own, self._root.device)

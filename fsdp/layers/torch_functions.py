@@ -145,7 +145,7 @@ class Models:
         for tensor, param in owned:
             parts[known.get(id(owner_of(param)), self._runtimes[0])].append((tensor, param))
         with during(f"{self._function}()"):
-            norms = [norm_over_ranks(one.root, one.units, part, norm_type) for one, part in parts.items()]
+            norms = [norm_over_ranks(one, part, norm_type) for one, part in parts.items()]
         if len(norms) == 1:
             return norms[0]
         dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32

@@ -181,12 +181,11 @@ class Joining:
         return pickle.loads(given[0])
 
     def perform(self, event: Message) -> None:
-        root, units = self._runtime.root, self._runtime.units
         if event.kind == Kind.CLIP_NORM:
             numbers = float_of(event.argument), float_of(event.extra)
-            clip_grad_norm(root, units, *numbers, error_if_nonfinite=bool(event.subject))
+            clip_grad_norm(self._runtime, *numbers, error_if_nonfinite=bool(event.subject))
         elif event.kind == Kind.CLIP_VALUE:
-            clip_grad_value(root, units, float_of(event.argument))
+            clip_grad_value(self._runtime, float_of(event.argument))
         elif event.kind == Kind.ZERO_GRAD:
             owner: Any = self._model if event.subject == _MODEL else self._optimizers[event.subject]
             owner.zero_grad(set_to_none=bool(event.argument))
