@@ -38,10 +38,10 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
         ValueError: for parameters that are sharded together, and were given different `grad_dtype`s since.
     """
     named_units = units_in(root)
-    settle_shares(root, named_units, all_inside=True)
+    settle_shares(root, all_inside=True)
     follow_grad_dtypes(handle for _, unit in named_units for handle in unit.handles)
     refuse_strangers(root.module, [unit for _, unit in named_units])
-    agree(root.everyone, named_units, to_run=True)
+    agree(root, to_run=True)
     share_memory(unit for _, unit in named_units)
     runtime = Runtime(root, named_units, bucket_bytes=bucket_bytes)
     runtime.steps = Steps(root)

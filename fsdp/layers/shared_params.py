@@ -279,16 +279,16 @@ def _check_alike(first: _Listed, other: _Listed) -> None:
             )
 
 
-def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_inside: bool) -> None:
-    """Assign each shared parameter to the lowest unit around all its uses.
+def settle_shares(root: Unit, *, all_inside: bool) -> None:
+    """Assign each shared parameter in a tree of units to the lowest unit around all its uses.
 
-    Outer units precede inner units. With `all_inside`, all units that share a parameter must be in the tree; otherwise
-    such a parameter is not moved. A tied parameter that is not shared yet raises a RuntimeError.
+    With `all_inside`, all units that share a parameter must be in the tree; otherwise such a parameter is not moved. A
+    tied parameter that is not shared yet raises a RuntimeError.
     """
-    _refuse_wanted(named_units)
-    units = [unit for _, unit in named_units]
+    names = {unit: name for name, unit in units_in(root)}
+    units = list(names)
+    _refuse_wanted(names)
     tie_assigned(units)
-    names = {unit: name for name, unit in named_units}
     for one in dict.fromkeys(one for unit in units for one in unit.shares):
         missing = [member.name for member in one.members if member not in names]
         if not missing:
@@ -328,8 +328,7 @@ def _move(one: Share, unit: Unit) -> None:
     one.holder = unit
 
 
-def _refuse_wanted(named_units: Iterable[tuple[str, Unit]]) -> None:
-    names = {unit: name for name, unit in named_units}
+def _refuse_wanted(names: Mapping[Unit, str]) -> None:
     for unit, name in names.items():
         for one in unit.wanted:
             owner = names.get(one.owner, one.owner.name)

@@ -27,7 +27,7 @@ from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.originals import is_ours, refuse_held
 from fsdp.engine.precision import autocast_dtype
-from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper
+from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper, units_in
 from fsdp.layers.fingerprints import first_difference
 from fsdp.layers.managed_params import ddp_message, text_of_key
 
@@ -49,27 +49,27 @@ def require_sharded(model: Any, what: str) -> Unit:
     return unit
 
 
-def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = False) -> None:
+def agree(root: Unit, *, to_run: bool = False) -> None:
     """Collective. Check that all ranks have the same units with the same parameters, and assign equal numbers to them.
 
     Handles get tags that are unique on their communicators, so that messages of different units never mix.
 
     Args:
-        ranks: that hold a part of the root.
-        units: all in the root, with their names.
+        root: the outermost unit.
         to_run: the ranks are about to compute, so their training modes must be equal too.
 
     Raises:
         RuntimeError: with the first rank that differs from rank 0, the unit, and the values of both ranks; or if a
             handle has no communicator for the ranks.
     """
+    units = units_in(root)
     for _, unit in units:
         for handle in unit.handles:
             for comm in (handle.comm, handle.reduce_comm, handle.replica_axis):
                 comm.ensure_connected()
     outside = "none, outside of forward"
     plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
-    agree_on_plan(ranks, [(plan[0][0], plan[0][1] | _environment(units[0][1].device, to_run)), *plan[1:]])
+    agree_on_plan(root.everyone, [(plan[0][0], plan[0][1] | _environment(root.device, to_run)), *plan[1:]])
     _agree_on_parts(units)
     agreed.update(unit for _, unit in units)
     for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):

@@ -150,8 +150,8 @@ class Visit:
 class Directory:
     """Numbers for the modules, units and handles of a root, equal on all ranks."""
 
-    def __init__(self, root: Unit, units: Sequence[Unit], handles: Sequence[FlatParamHandle]) -> None:
-        self._root, self.units, self.handles = root, units, handles
+    def __init__(self, runtime: Runtime) -> None:
+        self._root, self.units, self.handles = runtime.root, runtime.units, runtime.handles
         self._modules: list[tuple[str, nn.Module]] = []
         self._numbers: dict[nn.Module, int] = {}
         self.regions: dict[nn.Module, Region] = {}  # that were ever reached
@@ -227,7 +227,7 @@ class Visits(Participation):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._directory = Directory(runtime.root, runtime.units, runtime.handles)
+        self._directory = Directory(runtime)
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
         # Of fsdp.join: performs the operations of other ranks on the shards of this rank, which has finished.
         self.joining: Callable[[Message], None] | None = None

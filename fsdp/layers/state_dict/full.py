@@ -71,10 +71,9 @@ Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
 def ensure_agreed(root: Unit) -> None:
     """Collective the first time. Compare the units of all ranks before their shards are combined."""
-    named_units = units_in(root)
-    if not all(unit in agreed for _, unit in named_units):
-        settle_shares(root, named_units, all_inside=False)
-        agree(root.everyone, named_units)
+    if not all(unit in agreed for _, unit in units_in(root)):
+        settle_shares(root, all_inside=False)
+        agree(root)
 
 
 def ensure_same_values(root: Unit) -> None:

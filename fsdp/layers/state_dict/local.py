@@ -75,7 +75,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
         return
     units = [unit for _, unit in units_in(root)]
     require_shards(units, what)
-    settle_shares(root, units_in(root), all_inside=False)
+    settle_shares(root, all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
