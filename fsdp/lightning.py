@@ -304,7 +304,7 @@ class FullyShardedStrategy(DDPStrategy):
     def _wait_for_errors(self) -> None:
         """Collective. Raise an error if a callback saves because of an exception that not all ranks have.
 
-        The other ranks would continue their step, and their collectives do not fit to those of a save. The ranks
+        The other ranks would continue their step, and its collectives do not match the collectives of a save. The ranks
         therefore meet in the store.
         """
         module = self.lightning_module

@@ -62,8 +62,8 @@ class ParamForm(Sharder, Protocol):
     def lists_parts(self) -> bool:
         """Return whether modules list `DTensor`s, which can be saved and loaded as they are.
 
-        Then the inputs of the outermost module are brought to the device that it computes on, and units that are not
-        resharded after a forward stay unsharded even without a backward, as with torch's `fully_shard`.
+        Then units behave as with torch's `fully_shard`: the inputs of the outermost module are brought to the device
+        that it computes on, and units that are not resharded after a forward stay unsharded without a backward too.
         """
 
     @property

@@ -519,7 +519,7 @@ def _without_numbers(kinds: Kinds) -> dict[str, Any]:
 
 
 def shared_kinds(heard: Sequence[list[OwnKinds]]) -> list[SharedKinds]:
-    """Return the kinds of each parameter's state, given those of each rank."""
+    """Combine the kinds of all ranks, by parameter."""
     names = [[own.name for own in each] for each in heard]
     for rank, others in enumerate(names):
         if others != names[0]:

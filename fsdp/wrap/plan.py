@@ -119,7 +119,7 @@ class Plan:
             the optimizer's state. Without padding, their sums over the ranks are the bytes of the unsharded model,
             unless gradients are PARTIAL.
         phases: of training, in order.
-        has_activations: a sample input was given; without, the peaks are those of the states alone.
+        has_activations: a sample input was given; without, the peaks count the states alone.
         bytes_sent: of parameters and gradients, by this rank in one step.
         collectives: how many of each kind the rank takes part in in one step.
         bandwidth: that was given, in bytes per second in which one rank sends; None if none was.

@@ -27,7 +27,7 @@ _PLAN = (
 
 
 def add_plan(commands: Any) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser."""
     command = commands.add_parser("plan", help=_PLAN.splitlines()[0], description=_PLAN)
     command.add_argument(
         "factory",
