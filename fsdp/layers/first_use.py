@@ -19,6 +19,7 @@ from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit, units_in
 from fsdp.layers.contents import Contents
 from fsdp.layers.deferred_init import have_values_everywhere, require_values_everywhere
+from fsdp.layers.managed_params import forget_memory
 from fsdp.layers.merged_writes import merge_written
 from fsdp.layers.shared_params import settle_shares
 from fsdp.layers.steps import Steps
@@ -43,6 +44,7 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
     refuse_strangers(root.module, [unit for _, unit in named_units])
     agree(root, to_run=True)
     share_memory(unit for _, unit in named_units)
+    forget_memory(unit for _, unit in named_units)
     runtime = Runtime(root, named_units, bucket_bytes=bucket_bytes)
     runtime.steps = Steps(root)
     runtime.checks = TreeChecks(runtime)

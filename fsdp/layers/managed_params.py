@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of, is_of_values
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.names import clean_name
+from fsdp.engine.names import clean_name, join
 from fsdp.engine.originals import lender_of, owner_of, taken_by, taken_over
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.shard import Shard
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import Unit, unit_of
 
 Places = list[ParamInfo]
 Found = dict[nn.Parameter, Places]
@@ -125,15 +127,55 @@ def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
     for param, name in named.items():
         if is_packed(param) and type(param) is not nn.Parameter:
             continue  # its class has the memory, and bytes are copied from there
-        local = local_part(param)
-        local = next(iter(inner_of(local)), local)
+        local = _memory_of(param)
         other = seen.setdefault(local.data_ptr(), name) if local.numel() and not local.is_meta else name
         if other != name:
-            raise ValueError(
-                f"{name} is a parameter of its own in the memory of {other}: sharded, they would no "
-                "longer change together. Tie them by making them one parameter (b.weight = a.weight), or give each its "
-                "memory (.clone())."
-            )
+            raise _lost_tie(name, other)
+
+
+def _memory_of(param: Tensor) -> Tensor:
+    local = local_part(param)
+    return next(iter(inner_of(local)), local)
+
+
+def _lost_tie(name: str, other: str) -> ValueError:
+    return ValueError(
+        f"{name} is a parameter of its own in the memory of {other}: sharded, they would no longer change together. "
+        "Tie them by making them one parameter (b.weight = a.weight), or give each its memory (.clone())."
+    )
+
+
+# By unit, where each of its trained parameters lay, and its name. A weak reference keeps the identity of a storage, not
+# its memory.
+_were: WeakKeyDictionary[Unit, dict[tuple[int, int], tuple[str, StorageWeakRef]]] = WeakKeyDictionary()
+
+
+def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
+    """Raise ValueError if trained parameters of a new unit, and of units inside of it, had the same memory."""
+    own = _were[unit] = {}
+    for param, places in found.items():
+        local = _memory_of(param)
+        if param.requires_grad and local.numel() and not local.is_meta:
+            storage = StorageWeakRef(local.untyped_storage())
+            own[storage.cdata, int(local.storage_offset())] = (places[0].fqn, storage)
+    seen: dict[tuple[int, int], str] = {}
+    done: set[Unit] = set()
+    for path, module in unit.module.named_modules():
+        each = unit_of(module)
+        if each is None or each in done:
+            continue
+        done.add(each)
+        for place, (name, _) in _were.get(each, {}).items():
+            full_name = join(clean_name(path), name)
+            if place in seen:
+                raise _lost_tie(full_name, seen[place])
+            seen[place] = full_name
+
+
+def forget_memory(units: Iterable[Unit]) -> None:
+    """Forget where parameters of units lay: no unit will be made around them."""
+    for unit in units:
+        _were.pop(unit, None)
 
 
 def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) -> None:

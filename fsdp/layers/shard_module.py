@@ -41,6 +41,7 @@ from fsdp.layers.managed_params import (
     is_packed,
     key_of,
     names_of,
+    refuse_aliases_of_units,
 )
 from fsdp.layers.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.layers.options import Options
@@ -159,6 +160,7 @@ def _shard_params(
 
     try:
         _check_params(found, unit, () if form.lists_parts else (groups.shard, reduce_group, groups.replicate))
+        refuse_aliases_of_units(unit, found)
         shards = sharder.shard(found, unit, make)
     except BaseException:
         unit.withdraw()

@@ -255,3 +255,36 @@ def test_parameters_that_are_tied_by_their_memory_across_units_are_refused() -> 
         auto_wrap(tied_by_memory(), module_wrap_policy({nn.Linear}))
     frozen = tied_by_memory().requires_grad_(False)
     assert fsdp.shard(frozen, units={nn.Linear}, process_group=Alone())(torch.ones(1, 3)).shape == (1, 3)
+
+
+@on_ranks(1)
+def test_parameters_that_are_tied_by_their_memory_across_units_of_separate_calls_are_refused() -> None:
+    for wrap in (fully_sharded(), fully_sharded(use_orig_params=True), fsdp.fully_shard):
+        for wrapped in ((0,), (2,), (0, 2)):
+            model: Any = tied_by_memory()
+            for number in wrapped:
+                model[number] = wrap(model[number])
+            with pytest.raises(
+                ValueError, match=r"[02]\.weight is a parameter of its own in the memory of [02]\.weight"
+            ):
+                wrap(model)
+
+
+@on_ranks(1)
+def test_models_may_begin_with_the_same_memory() -> None:
+    """A teacher, for example, that was loaded with assign=True."""
+    for wrap in (fully_sharded(), fully_sharded(use_orig_params=True), fsdp.fully_shard):
+        first, second = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))
+        second.load_state_dict(first.state_dict(), assign=True)
+        for model in (first, second):
+            model[0] = wrap(model[0])
+            wrap(model)(torch.ones(1, 3)).sum().backward()
+
+
+@on_ranks(1)
+def test_memory_that_another_parameter_had_before_is_no_tie() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    for _ in range(20):
+        fsdp.fully_shard(model[-1])
+        model.append(nn.Linear(3, 3))
+    fsdp.fully_shard(model)(torch.ones(1, 3)).sum().backward()
