@@ -98,11 +98,17 @@ class Link:
             if fd is not None:
                 socket.send_fds(self._socket, [head], [fd])
             else:
-                self._socket.sendall(head if len(content) > _SHORT else head + bytes(content))
+                self._send_all(head if len(content) > _SHORT else head + bytes(content))
             if len(content) > _SHORT:
-                self._socket.sendall(content)
+                self._send_all(content)
         except OSError as error:
             self._explain(error)
+
+    def _send_all(self, memory: bytes | memoryview) -> None:
+        """Send all of it. The timeout begins anew with each part that is taken, in contrast to `socket.sendall`."""
+        left = memoryview(memory)
+        while left:
+            left = left[self._socket.send(left) :]
 
     def send_json(self, kind: Kind, value: Any) -> None:
         self.send(kind, json.dumps(value, separators=(",", ":")).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,22 @@ def test_tensors_are_received_bucket_by_bucket(kind: str) -> None:
         with pytest.raises((RuntimeError, OSError), match="is larger than a bucket"):
             fsdp.stream_weights(model, sink_to(address), bucket_bytes=64)
         fsdp.stream_weights(model, sink_to(address), bucket_bytes=1000)
+
+
+def test_a_receiver_that_reads_slowly_is_waited_for_as_long_as_it_reads() -> None:
+    here, there = socket.socketpair()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    content = memoryview(bytes(5 << 20))
+
+    def read_slowly() -> None:
+        with there:
+            while there.recv(1 << 18, socket.MSG_WAITALL):
+                time.sleep(0.1)
+
+    with ThreadPoolExecutor(1) as pool, here:  # closed first, which ends the reading
+        reading = pool.submit(read_slowly)
+        Link(here, "the engine", timeout=1.0).send(Kind.PART, content)  # which takes two seconds
+    reading.result()
 
 
 @on_ranks(2)
@@ -120,11 +137,12 @@ def test_damaged_bytes_are_an_error_on_every_rank() -> None:
         original = self._socket
 
         class Flipping:
-            def sendall(self, data: Any) -> None:
+            def send(self, data: Any) -> int:
                 changed = bytearray(data)
                 if content and len(changed) >= len(content):
                     changed[-1] ^= 1
                 original.sendall(changed)
+                return len(changed)
 
         self._socket = Flipping()  # type: ignore[assignment]
         try:
