@@ -1,13 +1,14 @@
 """Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, with replacements.
 
-These are arguments, methods, attributes and environment variables. The module also contains the marks that make
-torch's composable functions (`replicate`, `fully_shard`) skip each other's modules.
+These are arguments, methods, attributes, names of modules and environment variables. The module also contains the marks
+that make torch's composable functions (`replicate`, `fully_shard`) skip each other's modules.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec
@@ -51,6 +52,23 @@ METHODS = _by_name(
         "rekey_optim_state_dict": "use fsdp.optim_utils.rekey_optim_state_dict",
         "fsdp_modules": "use fsdp.get_fsdp_instances(model)",
         "check_is_root": "the outermost wrapper is whichever is used first",
+    }
+)
+
+# Names that torch.distributed.fsdp and its module `wrap` have for FSDP1, and `fsdp` and `fsdp.wrap` have not.
+NAMES = _by_name(
+    {
+        "StateDictType StateDictConfig StateDictSettings FullStateDictConfig ShardedStateDictConfig "
+        "LocalStateDictConfig": f"there is no type to be set, {_FULL}",
+        "OptimStateDictConfig FullOptimStateDictConfig ShardedOptimStateDictConfig LocalOptimStateDictConfig": _OPTIM,
+        "OptimStateKeyType": METHODS["rekey_optim_state_dict"],
+        "BackwardPrefetch": KEYWORDS["backward_prefetch"],
+        "CPUOffload": "pass cpu_offload=True, or offload='cpu'",
+        "ModuleWrapPolicy transformer_auto_wrap_policy": "call fsdp.shard(module, units={Block}, ...), or use "
+        "fsdp.module_wrap_policy",
+        "size_based_auto_wrap_policy": "use fsdp.default_auto_wrap_policy",
+        "CustomPolicy lambda_auto_wrap_policy": "use fsdp.lambda_wrap_policy, whose function may return options",
+        "always_wrap_policy": "use fsdp.lambda_wrap_policy(lambda module: True)",
     }
 )
 
@@ -123,6 +141,16 @@ def refuse_foreign(owner: type, name: str) -> None:
     for others, table in (("torch's", METHODS), ("torch's", ATTRIBUTES), ("FairScale's", PRIVATE)):
         if name in table:
             raise AttributeError(f"{owner.__name__} has no {name}, which {others} has: {table[name]}")
+
+
+def refuse_missing(package: str, name: str) -> NoReturn:
+    """Raise AttributeError for a name that a package's `__getattr__` does not find; ImportError in an import of it."""
+    if name not in NAMES:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    told = f"{package} has no {name}, which torch's FSDP1 has: {NAMES[name]}"
+    # `from package import name` first calls hasattr, and replaces the text of an AttributeError.
+    is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    raise (ImportError if is_import else AttributeError)(told)
 
 
 def replicated_in(module: nn.Module) -> list[nn.Module]:

@@ -14,11 +14,12 @@ checked by counting paths (`ModuleGraph.contains_every_use`).
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -31,8 +32,10 @@ from fsdp.distributed.devices import accelerator
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import join
+from fsdp.layers.lazy import lazily
 from fsdp.layers.managed_params import refuse_aliases
 
+__getattr__, __dir__ = lazily(__name__, {})  # which tells what to use for names of torch's FSDP1
 _log = logging.getLogger("fsdp.wrap")
 
 # Called with the keywords module, recurse, unwrapped_params, module_is_root. A dict that is not empty says yes, and has
@@ -491,6 +494,7 @@ class WrapPlan:
 def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) -> WrapPlan:
     """Ask the policy, from the bottom up, about the modules that it lets us look into; see `auto_wrap`."""
     plan = WrapPlan({}, {}, {})
+    policy = _with_own_keywords(policy)
     entered: set[nn.Module] = set()
     shut: set[nn.Module] = set()
 
@@ -525,6 +529,16 @@ def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) 
             plan.units[module] = answer if isinstance(answer, Mapping) else {}
             plan.owner.update(dict.fromkeys(left, module))
     return plan
+
+
+def _with_own_keywords(policy: AutoWrapPolicy) -> AutoWrapPolicy:
+    """Return a policy that takes `unwrapped_params`, which policies of torch's FSDP1 call `nonwrapped_numel`."""
+    with suppress(TypeError, ValueError):  # of callables without a signature
+        if "nonwrapped_numel" in inspect.signature(policy).parameters:
+            return lambda module, recurse, unwrapped_params, **_: policy(
+                module=module, recurse=recurse, nonwrapped_numel=unwrapped_params
+            )
+    return policy
 
 
 def wrap_units(

@@ -55,7 +55,8 @@ def _policy(module: nn.Module, units: Any) -> AutoWrapPolicy:
     if callable(units) and not isinstance(units, (type, nn.Module)):
         return units
     raise ValueError(
-        f"fsdp.shard takes a set of classes or modules as units, e.g. units={{Block}}, or a policy; got {units!r}."
+        "fsdp.shard takes a set of classes or modules as units, e.g. units={Block}, or a policy, which is a function "
+        f"(lambda_wrap_policy(f) instead of torch's CustomPolicy(f)); got {units!r}."
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
+import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.layers import foreign_names
-from fsdp.layers.foreign_names import ATTRIBUTES, KEYWORDS, METHODS, VARIABLES
+from fsdp.layers.foreign_names import ATTRIBUTES, KEYWORDS, METHODS, NAMES, VARIABLES
 from tests.helpers.dtensor_twins import seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
@@ -62,6 +65,32 @@ def test_attributes_say_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=f"FullyShardedDataParallel has no {name}, which torch's has") as error:
         getattr(model, name)
     assert ATTRIBUTES[name] in str(error.value)
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_names_of_its_modules_say_what_to_use(name: str) -> None:
+    for module in (fsdp, importlib.import_module("fsdp.wrap")):
+        assert not hasattr(module, name)
+        told = f"{module.__name__} has no {name}, which torch's FSDP1 has: {NAMES[name]}"
+        with pytest.raises(AttributeError, match=re.escape(told)):
+            getattr(module, name)
+        with pytest.raises(ImportError, match=re.escape(told)):
+            exec(f"from {module.__name__} import {name}")
+
+
+def test_the_names_are_those_of_the_installed_torch() -> None:
+    from torch.distributed.fsdp import wrap
+
+    theirs = {name for name in torch.distributed.fsdp.__all__ if not hasattr(fsdp, name)}
+    theirs |= {name for name in wrap.__all__ if not hasattr(importlib.import_module("fsdp.wrap"), name)}
+    assert theirs == set(NAMES)
+
+
+def test_other_names_are_missing_as_in_any_module() -> None:
+    with pytest.raises(ImportError, match=r"cannot import name 'absent' from 'fsdp\.wrap'"):
+        exec("from fsdp.wrap import absent")
+    with pytest.raises(AttributeError, match=r"module 'fsdp\.wrap' has no attribute 'absent'"):
+        importlib.import_module("fsdp.wrap").absent  # noqa: B018
 
 
 def test_an_attribute_of_the_wrapped_module_is_found_first() -> None:

@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 import fsdp
 from fsdp import (
@@ -54,6 +60,10 @@ def first_block(model: TinyTransformer) -> Any:
     return lambda_wrap_policy(lambda module: module is model.blocks[0])
 
 
+def _size_of(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
 UNITS: dict[str, tuple[Callable[[TinyTransformer], Any], list[str]]] = {
     "a class": (lambda model: {Block}, ["", "blocks.0", "blocks.1"]),
     "classes": (lambda model: [Block, nn.Embedding], ["", "blocks.0", "blocks.1", "positions", "tokens"]),
@@ -63,6 +73,15 @@ UNITS: dict[str, tuple[Callable[[TinyTransformer], Any], list[str]]] = {
     "the model's class": (lambda model: {TinyTransformer}, [""]),
     "a policy of classes": (lambda model: module_wrap_policy({Block}), ["", "blocks.0", "blocks.1"]),
     "a policy of a predicate": (first_block, ["", "blocks.0"]),
+    "a policy of FSDP1's classes": (lambda model: ModuleWrapPolicy({Block}), ["", "blocks.0", "blocks.1"]),
+    "a policy of FSDP1": (
+        lambda model: partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        ["", "blocks.0", "blocks.1"],
+    ),
+    "a policy of FSDP1, by size": (
+        lambda model: partial(size_based_auto_wrap_policy, min_num_params=_size_of(model.blocks[0])),
+        ["", "blocks.0", "blocks.1"],
+    ),
     "a policy that picks nothing": (lambda model: default_auto_wrap_policy, [""]),
     "a policy that picks the model": (
         lambda model: partial(default_auto_wrap_policy, min_num_params=1e6, skip_params_check_for_root=True),
@@ -152,6 +171,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a module alone": (nn.Linear(2, 2), "takes a set of classes or modules as units"),
     "a name": ("Block", "takes a set of classes or modules as units"),
     "names": ({"Block"}, "takes nn.Module classes and modules as units, found 'Block'"),
+    "a policy of FSDP1 that is no function": (
+        CustomPolicy(lambda _: True),
+        r"lambda_wrap_policy\(f\) instead of torch's",
+    ),
     "another class": ({int}, "found <class 'int'>"),
     "options for each class": ({Block: {"reshard_after_forward": False}}, "takes a set of classes or modules"),
 }
