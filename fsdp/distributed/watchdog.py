@@ -58,10 +58,11 @@ _STUCK = 10.0  # seconds, after which a wait whose connections are closed does n
 
 # Why a rank does not answer.
 _GONE = "is gone: its process has ended"
-_WHY_GONE = (
-    "{gone}{exit} (process {pid} on {host}). Look at what this rank has printed; if there is no error in it, the "
-    "process was killed, as the kernel does when memory runs out (dmesg says so)"
+_KILLED = (
+    "Look at what this rank has printed; if there is no error in it, the process was killed, as the kernel does when "
+    "memory runs out (dmesg says so)"
 )
+_LEFT = "its program ended without this call, which every rank must make"
 _SILENT = "gives no answer: it is stopped, or cannot be reached (process {pid} on {host})"
 _ABSENT = "has wrapped no model yet"
 _CLOSED = "is gone: it has closed its connections, and had wrapped no model yet"
@@ -201,8 +202,9 @@ class Watchdog:
         return self._exits.get(rank, "")
 
     def _gone(self, rank: int) -> str:
-        address = self._addresses[rank]
-        return _WHY_GONE.format(gone=_GONE, exit=self._exit(rank), pid=address.pid, host=address.host)
+        address, seen = self._addresses[rank], self._exit(rank)
+        why = _LEFT.capitalize() if seen == " with status 0" else _KILLED if seen else f"{_KILLED}, or {_LEFT}"
+        return f"{_GONE}{seen} (process {address.pid} on {address.host}). {why}"
 
     def _end(self, rank: int, end: str) -> Message:
         """Return the message that says how a rank has ended, also for ranks that begin to listen later."""

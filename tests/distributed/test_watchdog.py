@@ -384,6 +384,22 @@ def _be_killed() -> None:
     train(model)
 
 
+def test_a_rank_whose_program_has_ended_is_not_said_to_be_killed(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as failed:
+        ranks(2, timeout=60, grace=60).run(_end_early)
+    details = failed.value.outcomes[0].details
+    assert re.search(gather_failed(r"is gone: its process has ended.*ended without this call, which every .*"), details)
+    assert ("with status 0" in details) is not ("was killed, as the kernel does" in details)
+
+
+def _end_early() -> None:
+    model = trained_model()
+    await_addresses()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    train(model)
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="only Linux tells")
 @pytest.mark.parametrize(
     ("code", "expected"),
