@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,17 @@ class Placeholder(Tensor):
     data = property(_refuse, _refuse)
     numpy = tolist = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __copy__ = _refuse
     # These would act on the placeholder, and be forgotten with it.
-    requires_grad_ = register_hook = register_post_accumulate_grad_hook = _refuse
+    register_hook = register_post_accumulate_grad_hook = _refuse
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
+        """Refuse to freeze or thaw."""
+        raise RuntimeError(
+            f"{self.message} requires_grad={requires_grad} here would have no effect: freeze or thaw before sharding, "
+            "or set requires_grad of the parameters that the sharded model lists; with use_orig_params=True these are "
+            "single parameters."
+        )
+
+    requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined]
 
 
 class AbsentParameter(Placeholder):

@@ -174,9 +174,14 @@ def test_a_single_value_is_refused(touch: Way, shape: tuple[int, ...]) -> None:
 def test_what_would_be_forgotten_with_the_placeholder_is_refused() -> None:
     """Freezing a weight or hooking its gradient acts on the stand-in, and would never reach the weight."""
     with refused():
-        weight(3, 2).requires_grad_(False)
-    with refused():
         weight(3, 2).register_hook(print)
+    for needs in (False, True):
+        told = f"requires_grad={needs} .*would have no effect: .*before sharding"
+        with pytest.raises(RuntimeError, match=f"layers.0.weight is sharded.*{told}"):
+            weight(3, 2).requires_grad_(needs)
+        with pytest.raises(RuntimeError, match=f"layers.0.weight is sharded.*{told}"):
+            weight(3, 2).requires_grad = needs
+    assert weight(3, 2).requires_grad
 
 
 def test_the_message_is_found_anywhere_among_the_arguments() -> None:
