@@ -329,6 +329,10 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         """Return what the wrapped module returns by itself, or raise its error."""
         return self._fpw_module.state_dict(*args, **kwargs)
 
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load into the wrapped module."""
+        return self._fpw_module.load_state_dict(state_dict, strict=strict, assign=assign)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
         self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit
         return self

@@ -72,6 +72,21 @@ def test_a_module_is_loaded_before_anything_has_run(layout: str) -> None:
     twins.train(lambda: None)
 
 
+@in_every_layout
+@on_ranks("world_size")
+def test_the_attribute_module_is_loaded_as_that_of_other_wrappers(layout: str, whole: bool) -> None:
+    twins = ChangedTwins(layout, reshard_after_forward=not whole)
+
+    def change() -> None:
+        for model in twins.models:
+            result = getattr(model, "module", model).load_state_dict(other_state(""))
+            assert result.missing_keys == result.unexpected_keys == []
+        assert_idle(twins.sharded)
+        twins.assert_close()
+
+    twins.train(change, whole=whole)
+
+
 def container(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """Modules without parameters of their own around a unit and a part of the outer one."""
     unit = wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
