@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import check_device, is_dtensor
+from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.forward_hooks import forward_hooks_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
@@ -297,7 +298,9 @@ class NamedParameters:
         for named in type(self._module).named_parameters(self._module, *args, **kwargs):
             is_empty = False
             yield named
-        if is_empty and self._hides(recurse=kwargs.get("recurse", args[1] if args[1:] else True)):
+        hides = is_empty and self._hides(recurse=kwargs.get("recurse", args[1] if args[1:] else True))
+        # torch's functions for state dicts look through all modules, and then call `state_dict` of the wrapper.
+        if hides and not is_called_from("torch.distributed.checkpoint.state_dict"):
             # The same text for all modules, so that a loop over many of them is told once.
             asked_by_parameters = sys._getframe(1).f_code is nn.Module.parameters.__code__
             warnings.warn(

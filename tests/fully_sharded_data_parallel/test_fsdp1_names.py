@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.layers import foreign_names
 from fsdp.layers.foreign_names import ATTRIBUTES, KEYWORDS, METHODS, NAMES, VARIABLES
 from tests.helpers.dtensor_twins import seeded
+from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
 
@@ -116,6 +118,17 @@ def test_torchs_optimizer_state_is_an_error(form: dict[str, Any], is_inside: boo
         get_state_dict(model, optimizer)
     with pytest.raises(NotImplementedError, match=told):
         set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []})
+
+
+@on_ranks(2)
+def test_torchs_model_state_is_full_without_a_warning_of_modules_without_parameters() -> None:
+    plain = seeded(lambda _: nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 2))))
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = FullyShardedDataParallel(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = get_model_state_dict(model)
+    assert_same(state, expected)
 
 
 @pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=str)
