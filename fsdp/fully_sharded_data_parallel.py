@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import agree_on, done_by_all
+from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.forward_hooks import forward_hooks_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
@@ -306,9 +308,10 @@ class FullyShardedDataParallel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules; seen from a plain module around wrappers, by the names in state dicts, as `peft` expects."""
+        """Yield modules; from a plain module around wrappers, and where `peft` saves, by the names in state dicts."""
         on_demand.refuse_separate_backwards(self._unit)
-        plain = prefix and FSDP_PART not in prefix.split(".")
+        if not (plain := prefix and FSDP_PART not in prefix.split(".")):
+            plain = "peft.utils" in sys.modules and is_called_from("peft.utils.save_and_load")
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             yield module_name(name) if plain else name, module
 

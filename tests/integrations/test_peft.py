@@ -114,6 +114,8 @@ def test_adapters_are_trained_and_saved_as_those_of_the_plain_model(tmp_path: Pa
     else:
         with model.summon_full_params():
             assert_same_state(get_peft_model_state_dict(plain_of(model)), kept)
+        assert_same_state(get_peft_model_state_dict(model), kept)
+        assert_same_state(get_peft_model_state_dict(model, state_dict=state), kept)
         recipe("adapters").save_adapters(model, tmp_path)
     again = PeftModel.from_pretrained(made(family)[0], tmp_path)
     assert torch.equal(logits(again), logits(model))
