@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from operator import itemgetter
+from itertools import chain, repeat
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
@@ -20,10 +20,12 @@ class Contents:
         self._modules = [module.__dict__ for module in root.modules()]
         self._held = self._look()
 
-    def _look(self) -> tuple[list[Any], list[str]]:
+    def _look(self) -> tuple[list[Any], list[str], list[bool]]:
         children = map(dict.values, filter(None, map(itemgetter("_modules"), self._modules)))
-        params = filter(None, map(itemgetter("_parameters"), self._modules))
-        return list(chain.from_iterable(children)), list(chain.from_iterable(params))
+        params = list(filter(None, map(itemgetter("_parameters"), self._modules)))
+        # A name that has no parameter (`bias=False`) may get one.
+        absent = map(is_, chain.from_iterable(map(dict.values, params)), repeat(None))
+        return list(chain.from_iterable(children)), list(chain.from_iterable(params)), list(absent)
 
     def have_changed(self) -> bool:
         """Return whether a module or a parameter was put into one of the modules since, or taken out."""

@@ -89,9 +89,10 @@ def test_a_module_put_into_the_model_after_its_first_use_is_refused(layout: str)
     ignored = plain.append(nn.Sequential())[-1]
     model = FullyShardedDataParallel(plain, ignored_modules=[ignored], **options)
     inputs = torch.ones(2, 5)
-    model(inputs).sum().backward()
     inner: Any = next(module for module in plain[2].modules() if type(module) is nn.Sequential)
     tanh, middle = inner[1], plain[1]
+    tanh.register_parameter("absent", None)
+    model(inputs).sum().backward()
 
     def put(at: nn.Sequential, name: str, module: nn.Module | None) -> None:
         at._modules.pop(name) if module is None else at._modules.update({name: module})
@@ -102,6 +103,7 @@ def test_a_module_put_into_the_model_after_its_first_use_is_refused(layout: str)
         (lambda: setattr(plain, "1", nn.Linear(5, 5)), lambda: setattr(plain, "1", middle), r"1\.weight"),
         (lambda: put(tanh, "extra", nn.PReLU()), lambda: put(tanh, "extra", None), r"2\.1\.extra\.weight"),
         (lambda: setattr(tanh, "extra", nn.Parameter(inputs)), lambda: delattr(tanh, "extra"), r"2\.1\.extra"),
+        (lambda: setattr(tanh, "absent", nn.Parameter(inputs)), lambda: setattr(tanh, "absent", None), r"2\.1\.absent"),
     ]:
         change()
         for _ in range(2):
