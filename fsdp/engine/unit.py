@@ -189,7 +189,7 @@ class Unit:
         self.runtime: UnitRuntime | None = None
         self.is_spare = False  # it is unsharded only because nothing has resharded it, not at a user's request
         self.backward = UnitBackward()
-        self.param_order = {m: tuple(m._parameters) for m in own_modules(module)}  # before any is taken over
+        self.param_order = {m: tuple(m._parameters.keys()) for m in own_modules(module)}  # before any is taken over
         self._new_runtime = new_runtime
         for each in (module, *self.modules):
             each.__dict__[_ATTRIBUTE] = self

@@ -6,6 +6,7 @@ from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -17,7 +18,7 @@ class Contents:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = [module.__dict__ for module in root.modules()]
+        self._modules = [module.__dict__ for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._held = self._look()
 
     def _look(self) -> tuple[list[Any], list[str], list[bool]]:

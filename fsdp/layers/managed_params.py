@@ -85,6 +85,11 @@ def collect(
                 kind = tied
             else:
                 _refuse_taken(fqn, param)
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"{fqn} is a parameter of a module of torch.jit, which keeps its own parameters: shard the plain "
+                    "module, or pass this one in ignored_modules (its parameters in ignored_params of fully_shard)"
+                )
             if takes_bytes and is_packed(param, in_rows=takes_all):
                 from fsdp.layers.packing import Packing  # for quantised and integer parameters
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp.distributed.dtensor import spread_loaded
@@ -47,6 +48,8 @@ class Loading:
         wrapper.register_load_state_dict_post_hook(self._end)
         listing = {place.module for handle in unit.handles for used in handle.places for place in used}
         for module in own_modules(unit.module):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no such hooks, and has no parameters of the unit
             # Wrappers of inner units list no parameters of this one, as a rule.
             if module in listing or {FSDP_PART, FLATTEN_PART}.isdisjoint(module._modules):
                 unit.hooks += [

@@ -218,6 +218,8 @@ def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[
 def beside_ours(module: nn.Module) -> Iterator[Entry]:
     """Yield the entries of a module that the library does not manage."""
     entries: dict[str, Any]
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # it lists its own tensors only
     for entries in (module._parameters, module._buffers):
         for name, tensor in entries.items():
             if tensor is not None and not is_ours(tensor):
