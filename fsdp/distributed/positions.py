@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -37,6 +38,8 @@ _SLOW = [
     ("/torch/distributed/checkpoint/", "saving or loading a checkpoint"),
     ("/bdb.py", "in a debugger"),
 ]
+_COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+_DECORATORS = ("wrapper", "decorate_context", "replacement")  # around public functions of torch
 _LIBRARIES = tuple(
     {str(Path(module).parent) for module in (torch.__file__, communicator.__file__.replace("/distributed/", "/"))}
     | {sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib")}
@@ -48,9 +51,9 @@ class Position:
     """A position describes the current operation of a rank.
 
     Attributes:
-        waits_for: the collective that the rank waits in; None if it waits in no collective of the library.
+        waits_for: the collective that the rank waits in, of the library or of torch; None if it waits in none.
         call: the public call that the rank is in; empty in forward and backward.
-        seconds: the duration of the wait.
+        seconds: the duration of the wait; 0 in a collective of torch.
         stack: the current lines of the user's code in the main thread, such as "train.py:12 in step", the outermost
             first.
         occupation: the current operation, if it is known and may take long.
@@ -72,9 +75,10 @@ class Position:
         thread, wait = longest_wait(is_aside) or (threading.main_thread().ident or 0, None)
         stacks = {each: _frames(frame) for each, frame in sys._current_frames().items()}
         busy = [frame for each, frames in stacks.items() if communicator.is_aside(each) is is_aside for frame in frames]
+        call = "" if wait or is_aside else _call_of_torchs(stacks.get(thread, ()))
         return cls(
-            waits_for=wait and wait.what,
-            call=wait.call if wait else "",
+            waits_for=wait.what if wait else "a collective of torch" if call else None,
+            call=wait.call if wait else call,
             seconds=time.monotonic() - wait.since if wait else 0.0,
             stack=_places(stacks.get(thread, ())),
             occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
@@ -204,6 +208,15 @@ def _frames(frame: FrameType | None) -> Sequence[traceback.FrameSummary]:
 def _places(frames: Sequence[traceback.FrameSummary]) -> Sequence[str]:
     users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
     return [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in users][-_FRAMES:]
+
+
+def _call_of_torchs(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the function that the user's code has called, if a thread is in a collective of torch; else ""."""
+    if not any(frame.filename.endswith(_COLLECTIVES) for frame in frames):
+        return ""
+    called = takewhile(lambda frame: frame.filename.startswith(_LIBRARIES), reversed(frames))
+    public = (each.name for each in reversed([*called]) if not each.name.startswith("_"))
+    return next((f"{name}()" for name in public if name not in _DECORATORS), "a call of torch.distributed")
 
 
 def _are(ranks: Sequence[int]) -> str:

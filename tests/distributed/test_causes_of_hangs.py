@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,22 @@ def test_the_cause_of_a_hang_is_named_on_every_rank(tmp_path: Path, kind: str, f
     error = _error_of(go_wrong, tmp_path, form)
     # On a busy machine a rank may raise, and so leave the step, before another rank has written its report.
     assert re.search(rf"\n(The others wait for rank \d\. )?({FAULTS[kind][1]}).*\n\(", error), error
+
+
+@pytest.mark.parametrize("place", ["train.py", "torch/distributed/checkpoint/state_dict.py"])
+@on_ranks(2, backend=None)
+def test_a_rank_in_a_collective_of_torchs_is_not_busy(tmp_path: Path, place: str) -> None:
+    """It waits, also in a function that may take long for a good reason."""
+    with _watched(tmp_path) as rank:
+        names: dict[str, Any] = {"call": partial(dist.all_reduce, torch.ones(1), group=dist.new_group([0, 1]))}
+        exec(compile("def get_state(): call()", f"/lib/{place}", "exec"), names)
+        job = Training("flat", tmp_path)
+        job.step()
+        if rank == 0:
+            expected = r"Rank 1 is in all_reduce\(\), which every rank must call, and rank 0 in forward 2"
+            with pytest.raises(CollectiveError, match=expected):
+                job.step()
+        names["get_state"]()
 
 
 @contextmanager
