@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.names import clean_name, join
@@ -123,6 +124,10 @@ _HELD = (
     "attributes of their modules (self.weight) in each forward. A class may also override `__setattr__` and update its "
     "cache there, which is called for each tensor that takes the place of a parameter."
 )
+_IN_DDP = (
+    "It is a DistributedDataParallel: shard the model in it (its attribute `module`), and leave it out. Sharded models "
+    "average gradients over the ranks without it."
+)
 
 
 def refuse_held(root: nn.Module) -> None:
@@ -132,10 +137,11 @@ def refuse_held(root: nn.Module) -> None:
         for name, value in module.__dict__.items():
             for param in () if name in _OF_MODULES else _tensors_in(value):
                 if id(param) in originals and taken_over(param) is not None:
+                    remedy = _IN_DDP if isinstance(module, DistributedDataParallel) else _HELD
                     raise RuntimeError(
                         f"{clean_name(join(path, name))} holds the original parameter "
                         f"{originals[id(param)].description}, whose module was sharded since: computations with the "
-                        "original would not train the model. " + _HELD
+                        f"original would not train the model. {remedy}"
                     )
 
 

@@ -51,7 +51,12 @@ def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Grou
     if given == ProcessGroupName.default:
         return group
     if not hasattr(given, "rank") or not hasattr(given, "size"):
-        raise TypeError(f"process_group_reduce_scatter must be a process group or a ProcessGroupName, got {given!r}")
+        hint = ". Pass it as sharding_strategy=..." * (
+            type(given).__name__ == "ShardingStrategy"
+        )  # the third of FSDP1's
+        raise TypeError(
+            f"process_group_reduce_scatter must be a process group or a ProcessGroupName, got {given!r}{hint}"
+        )
     if given.size() != group.size():
         warnings.warn(
             f"process_group_reduce_scatter has {given.size()} ranks and process_group {group.size()}: "

@@ -35,6 +35,11 @@ def test_cpu_offload_goes_by_what_it_says() -> None:
         wrapped(cpu_offload="cpu")
 
 
+def test_the_third_positional_argument_of_fsdp1_is_told_its_keyword() -> None:
+    with pytest.raises(TypeError, match=r"got <ShardingStrategy.*>\. Pass it as sharding_strategy=\.\.\."):
+        FullyShardedDataParallel(nn.Linear(2, 3), Alone(), ShardingStrategy.SHARD_GRAD_OP)  # type: ignore[arg-type]
+
+
 def test_a_mixed_precision_of_torch_is_taken() -> None:
     policy = TorchMixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
     ours = wrapped(mixed_precision=policy).mixed_precision

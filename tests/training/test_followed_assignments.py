@@ -107,6 +107,14 @@ def test_a_module_that_holds_an_original_parameter_is_refused(form: str, where: 
 
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
+def test_a_distributed_data_parallel_that_is_sharded_is_told_to_be_left_out(form: str) -> None:
+    model = sharded(nn.parallel.DistributedDataParallel(nn.Linear(5, 5)), form)
+    with pytest.raises(RuntimeError, match=r"shard the model in it \(its attribute `module`\)"):
+        model(torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
 def test_a_gradient_of_an_original_parameter_is_an_error(form: str) -> None:
     plain = seeded(partial(nn.Linear, 5, 1)).double()
     weight = plain.weight  # in a closure, where no module shows it
