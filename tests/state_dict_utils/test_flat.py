@@ -128,7 +128,7 @@ def test_only_containers_of_known_leaves_can_be_flattened() -> None:
 
 def test_a_key_without_a_path_is_refused() -> None:
     flat, mapping = flatten_state_dict({"a": 1, "b": 2})
-    with pytest.raises(ValueError, match=r"keys of the flat dict only: \['c'\]\. The mapping must have a path"):
+    with pytest.raises(ValueError, match=r"keys of the flat dict only: 'c'\. The mapping must have a path"):
         unflatten_state_dict({**flat, "c": 1}, mapping)
 
 
