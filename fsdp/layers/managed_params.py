@@ -139,6 +139,8 @@ def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
 
 
 def _memory_of(param: Tensor) -> Tensor:
+    if type(param) is nn.Parameter:
+        return param
     local = local_part(param)
     return next(iter(inner_of(local)), local)
 
@@ -163,6 +165,8 @@ def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
         if param.requires_grad and local.numel() and not local.is_meta:
             storage = StorageWeakRef(local.untyped_storage())
             own[storage.cdata, int(local.storage_offset())] = (places[0].fqn, storage)
+    if not unit.contains_units:
+        return
     seen: dict[tuple[int, int], str] = {}
     done: set[Unit] = set()
     for path, module in unit.module.named_modules():
