@@ -19,7 +19,7 @@ from fsdp.engine.names import clean_name, join
 from fsdp.engine.originals import lender_of, owner_of, taken_by, taken_over
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.shard import Shard
-from fsdp.engine.unit import Unit, unit_of
+from fsdp.engine.unit import Unit, units_in
 
 Places = list[ParamInfo]
 Found = dict[nn.Parameter, Places]
@@ -152,14 +152,14 @@ def _lost_tie(name: str, other: str) -> ValueError:
     )
 
 
-# By unit, where each of its trained parameters lay, and its name. A weak reference keeps the identity of a storage, not
-# its memory.
-_were: WeakKeyDictionary[Unit, dict[tuple[int, int], tuple[str, StorageWeakRef]]] = WeakKeyDictionary()
+# By unit, the storage and the offset that each of its trained parameters had before sharding, with its name. A weak
+# reference keeps the identity of a storage, but not its memory.
+_memory: WeakKeyDictionary[Unit, dict[tuple[int, int], tuple[str, StorageWeakRef]]] = WeakKeyDictionary()
 
 
 def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
     """Raise ValueError if trained parameters of a new unit, and of units inside of it, had the same memory."""
-    own = _were[unit] = {}
+    own = _memory[unit] = {}
     for param, places in found.items():
         local = _memory_of(param)
         if param.requires_grad and local.numel() and not local.is_meta:
@@ -168,14 +168,9 @@ def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
     if not unit.contains_units:
         return
     seen: dict[tuple[int, int], str] = {}
-    done: set[Unit] = set()
-    for path, module in unit.module.named_modules():
-        each = unit_of(module)
-        if each is None or each in done:
-            continue
-        done.add(each)
-        for place, (name, _) in _were.get(each, {}).items():
-            full_name = join(clean_name(path), name)
+    for path, each in units_in(unit):
+        for place, (name, _) in _memory.get(each, {}).items():
+            full_name = name if each is unit else join(path, name)
             if place in seen:
                 raise _lost_tie(full_name, seen[place])
             seen[place] = full_name
@@ -184,7 +179,7 @@ def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
 def forget_memory(units: Iterable[Unit]) -> None:
     """Forget where parameters of units lay: no unit will be made around them."""
     for unit in units:
-        _were.pop(unit, None)
+        _memory.pop(unit, None)
 
 
 def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) -> None:

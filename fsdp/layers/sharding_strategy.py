@@ -51,9 +51,8 @@ def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Grou
     if given == ProcessGroupName.default:
         return group
     if not hasattr(given, "rank") or not hasattr(given, "size"):
-        hint = ". Pass it as sharding_strategy=..." * (
-            type(given).__name__ == "ShardingStrategy"
-        )  # the third of FSDP1's
+        # The third positional argument of torch's FSDP1 is another one.
+        hint = ". Pass it as sharding_strategy=..." if type(given).__name__ == "ShardingStrategy" else ""
         raise TypeError(
             f"process_group_reduce_scatter must be a process group or a ProcessGroupName, got {given!r}{hint}"
         )
