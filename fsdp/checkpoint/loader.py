@@ -173,7 +173,7 @@ def load(
         raise ValueError("fsdp.load(weights=False) loads an optimizer only, and none was given: pass the optimizer")
     opened = done_by_all(everyone, f"open the checkpoint {path}", lambda: _opened(path, model, optimizer))
     with closing(opened) as source:
-        for ranks in everyone:  # must have the same
+        for ranks in everyone:  # all must have opened the same checkpoint
             agree_on(ranks, "checkpoints", source.identity, source.path)
 
         def look() -> _Plan:
@@ -231,16 +231,11 @@ def _planned(
     """Return what is to be loaded; raise RuntimeError for all mismatches together."""
     tensors = named_tensors(model, units)
     targets = [*tensors.values()] if weights else []
-    modules: dict[str, nn.Module] = {}
-    missing: list[str] = []
-    unexpected: list[str] = []
-    problems: list[str] = []
-    if weights:
-        modules = extra_states(model)
-        missing, unexpected, problems = misfits(targets, source.model, strict)
+    modules = extra_states(model) if weights else {}
+    missing, unexpected, problems = misfits(targets, source.model, strict) if weights else ([], [], [])
+    if strict and weights:
         both = {"missing": modules.keys() - source.extra.keys(), "unexpected": source.extra.keys() - modules.keys()}
-        if strict:
-            problems += [f"{what}: {readable(', '.join(sorted(names)))}" for what, names in both.items() if names]
+        problems += [f"{what}: {readable(', '.join(sorted(names)))}" for what, names in both.items() if names]
     state = None
     if optimizer is not None:
         state = plan_state(optimizer, tensors, source)
