@@ -31,6 +31,7 @@ from fsdp.distributed.consensus import (
     sent_by_first,
 )
 from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, foreign_prefix, join, prefix_problem, wrapped_problem
 from fsdp.engine.originals import is_ours
@@ -511,12 +512,28 @@ def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
 
 
 def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
-    """Add a remedy to an error of loading into a module (`plain`) if wrappers have changed the keys of the state."""
+    """Add a remedy to an error of loading into a module (`plain`), where the state tells what has led to it."""
     if not isinstance(error, RuntimeError):
         return
-    problem = wrapped_problem(state_dict)
+    problem = _torchs_problem(state_dict) or wrapped_problem(state_dict)
     if not problem and (front := foreign_prefix(state_dict, partial(hasattr, plain))):
         remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
         problem = prefix_problem(front, remedy)
     if problem:
         error.args = (f"{error}\n\t{problem}",)
+
+
+def _torchs_problem(state_dict: Mapping[str, Any]) -> str:
+    """Return the error message for what torch's ``set_model_state_dict`` passes, by the names of `parameters()`."""
+    if not state_dict:
+        return (
+            "the state dict is empty on this rank. If only the first rank has it, call "
+            "model.load_state_dict(state_dict, rank0_only=True) on every rank, also in the place of "
+            "set_model_state_dict(broadcast_from_rank0=True)"
+        )
+    if (listed := next((key for key, value in state_dict.items() if isinstance(value, FlatParameter)), None)) is None:
+        return ""
+    return (
+        f"{listed!r} is this rank's shard, which torch's set_model_state_dict(full_state_dict=True) has added by the "
+        "names of parameters(): flat parameters need model.load_state_dict(state_dict), or use_orig_params=True"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard, optim_utils
@@ -52,6 +54,32 @@ def assert_same_function(model: nn.Module, expected: nn.Module) -> None:
 
 
 # Names with something in front, as DistributedDataParallel and torch.compile save them
+
+
+@pytest.mark.parametrize("form", ["flat", "original", "unflattened"])
+@on_ranks(2)
+def test_torchs_set_model_state_dict_loads_or_names_what_does(form: str) -> None:
+    model, expected = sharded(form), {name: value + 1 for name, value in plain().state_dict().items()}
+    if form == "flat":
+        with pytest.raises(RuntimeError, match=r"'.*flat_param_0' is this rank's shard.*model.load_state_dict\("):
+            set_model_state_dict(model, dict(expected), options=StateDictOptions(full_state_dict=True))
+    else:
+        set_model_state_dict(model, dict(expected), options=StateDictOptions(full_state_dict=True))
+        torch.testing.assert_close(model.state_dict(), OrderedDict(expected))
+        model.load_state_dict(plain().state_dict())
+    on_first = dict(expected) if dist.get_rank() == 0 else {}
+    with pytest.raises(
+        RuntimeError, match=r"is empty on this rank.*model.load_state_dict\(state_dict, rank0_only=True"
+    ):
+        set_model_state_dict(
+            model, dict(on_first), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        )
+    assert_same_function(model, plain())  # nothing was loaded
+    model.load_state_dict(on_first, rank0_only=True)
+    torch.testing.assert_close(model.state_dict(), OrderedDict(expected))
+    model.load_state_dict(plain().state_dict())
+    set_model_state_dict(model, dict(expected))
+    torch.testing.assert_close(model.state_dict(), OrderedDict(expected))
 
 
 @every_form
