@@ -411,12 +411,15 @@ class Runtime:
                 return
             self._abandon_backward()  # the last one raised
         self._require_own_units()
-        self._backward = BackwardPass(self._end_backward, self._list_all_shards)
+        self._backward = BackwardPass(self._end_backward, self._end_failed_backward)
         self._begin_backward()
 
-    def _list_all_shards(self) -> None:
-        """A backward has failed: ``zero_grad()``, for example, must find the shards."""
+    def _end_failed_backward(self) -> None:
+        """A backward has raised an exception: state dicts find idle units, and ``zero_grad()`` the shards."""
         for unit in self.units:
+            if unit.state is not TrainingState.FORWARD:
+                unit.transition_to(TrainingState.IDLE)
+                unit.is_spare = True
             self._list_shards(unit)
 
     def _list_shards(self, unit: Unit) -> None:

@@ -129,6 +129,24 @@ def test_optimizers_find_what_was_assigned(device: str) -> None:
 
 
 @on_ranks(2)
+def test_optimizers_find_what_was_assigned_after_a_backward_that_failed() -> None:
+    model, value = uneven(ours()), nn.Parameter(torch.full_like(wholes(uneven(ours()))["gate.weight"], 0.5))
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("on purpose")
+
+    inputs = INPUTS.clone().requires_grad_()
+    inputs.register_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        model(inputs).sum().backward()
+    model.gate.weight = value
+    assert torch.equal(wholes(model)["gate.weight"], value)
+    optimizer = adamw(model.parameters())
+    go_on(model, optimizer)
+    assert not torch.equal(wholes(model)["gate.weight"], value)
+
+
+@on_ranks(2)
 def test_loading_with_keys_that_are_missing_or_too_many() -> None:
     model, other = uneven(ours()), wholes(uneven(ours(), seed=9))
     before = wholes(model)
