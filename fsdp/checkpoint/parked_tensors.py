@@ -97,7 +97,8 @@ class ParkedTensors:
                     if not storage.resizable():
                         raise ValueError(
                             f"{own} cannot be parked, because NumPy or another process shares its memory, or has "
-                            "shared it: use tensor.detach().clone().numpy(), or leave out this part"
+                            "shared it, or because torch.load has allocated it: give NumPy, or the model or optimizer "
+                            "that was loaded, a copy (tensor.detach().clone()), or leave out this part"
                         )
                     own = f"{own}.{len(names)}" if own in names else own
                     names.add(own)
