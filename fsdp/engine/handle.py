@@ -122,7 +122,7 @@ class FlatParamHandle:
         if sums_replicas_by is not Collective.ALL_REDUCE:
             self.sums_replicas_by = sums_replicas_by
         self.connect(comm, reduce_comm, replicas, replica_axis)
-        self.layout = flat_param.make_layout(self.comm.world_size)
+        self.layout = flat_param.make_layout(comm.world_size)
         self.unit_name = self.name = ""
         self.policy, self.passes = policy, Passes()
         self.tags = Tags(0, 0, 0, 0)
@@ -133,7 +133,7 @@ class FlatParamHandle:
             self.orig_params = shard.new_orig_params(flat_param, self.layout, comm.rank, shard.places)
             entries = self.orig_params.entries
         self.presentation = Presentation(self.places, entries)
-        self.values = ShardValues(flat_param, self.layout, self.comm.rank, self.orig_params, self.presentation)
+        self.values = ShardValues(flat_param, self.layout, comm.rank, self.orig_params, self.presentation)
         self.precision = precision.for_param(flat_param)
         self.phase = Phase.SHARDED
         if kept_shard is not None:

@@ -90,7 +90,7 @@ def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
 def describe_unit(unit: Unit) -> dict[str, Any]:
     """Return the properties of a unit that must be equal on all ranks, by their names in messages."""
     return {
-        "parameters": list(map(describe_handle, unit.handles)),
+        "parameters": [describe_handle(handle, unit) for handle in unit.handles],
         **unit.settings,
         "placement of parameters": str(unit.placements.parameters),
         "placement of gradients": str(unit.placements.gradients),
@@ -116,8 +116,10 @@ def _saved_buffers(unit: Unit) -> Iterator[str]:
                 yield f"{join(names[inner], name)}{list(buffer.shape)} {buffer.dtype}"
 
 
-def describe_handle(handle: FlatParamHandle) -> str:
+def describe_handle(handle: FlatParamHandle, unit: Unit | None = None) -> str:
     """Return the properties of a flat parameter that must be equal on all ranks, as text."""
+    # A handle without elements is not connected. With expert parallelism, other ranks may have elements of it.
+    connected = handle if handle.layout.numel or unit is None else unit
     flat_param, own, layout = handle.flat_param, handle.flat_param.dtype, handle.layout
     slots = ", ".join(
         (
@@ -147,9 +149,9 @@ def describe_handle(handle: FlatParamHandle) -> str:
     if flat_param.group is not None:
         kind += f" of group {text_of_key(flat_param.group)}"
     kind += "" if isinstance(layout, ContiguousLayout) else " in rows"
-    ranks = f"over {layout.world_size} ranks by {type(handle.comm).__name__}"
-    if handle.is_replicated:
-        ranks += f" and {handle.replicas.world_size} replicas by {type(handle.replicas).__name__}"
+    ranks = f"over {connected.comm.world_size} ranks by {type(connected.comm).__name__}"
+    if connected.replicas.world_size > 1:
+        ranks += f" and {connected.replicas.world_size} replicas by {type(connected.replicas).__name__}"
     if handle.kept_shard is not None:
         ranks += f", {handle.kept_shard}"
     return f"{kind} {ranks}: {slots}"

@@ -290,11 +290,22 @@ def test_experts_that_data_parallel_ranks_have_divided_among_them() -> None:
     assert 0 < received[0] <= received[1]
 
 
-def _with_experts(fully_shard: Any) -> Any:
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(4)
+def test_ranks_without_experts(dim: int) -> None:
+    along = partial(fsdp.fully_shard, shard_placement_fn=lambda param: Shard(min(dim, param.dim() - 1)))
+    sharded, plain = (_with_experts(fully_shard, number=1) for fully_shard in (along, lambda module, mesh: module))
+    for param, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(param), whole(other))
+        dist.all_reduce(mean := whole(other.grad) / dist.get_world_size())
+        torch.testing.assert_close(whole(param.grad), mean)
+
+
+def _with_experts(fully_shard: Any, number: int = 3) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     everyone = mesh["fsdp", "ep"]._flatten("dp")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 5), Experts(mesh["ep"]), nn.Linear(5, 2)).double()
+    model = nn.Sequential(nn.Linear(5, 5), Experts(mesh["ep"], number), nn.Linear(5, 2)).double()
     fully_shard(model[1], mesh=mesh["fsdp"])
     fully_shard(model, mesh=everyone)
     torch.manual_seed(dist.get_rank())

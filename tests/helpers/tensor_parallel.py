@@ -271,10 +271,10 @@ def assert_parallel_parity(
 class Experts(nn.Module):
     """Every rank computes with the experts that it has, on its own inputs."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, number: int = 3) -> None:
         super().__init__()
         # Three over two: the ranks have different numbers of them.
-        self.weight = nn.Parameter(distribute_tensor(torch.randn(3, 5, 5, dtype=torch.double), mesh, [Shard(0)]))
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(number, 5, 5, dtype=torch.double), mesh, [Shard(0)]))
 
     def forward(self, inputs: Tensor) -> Tensor:
         weight = self.weight
