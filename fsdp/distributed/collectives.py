@@ -35,6 +35,7 @@ from torch import Tensor
 from fsdp.distributed.communicator import LONE_RANK as LONE_RANK
 from fsdp.distributed.communicator import Communicator as Communicator
 from fsdp.distributed.communicator import (
+    DifferentCallsError,
     Group,
     Messages,
     after_use_of,
@@ -43,7 +44,6 @@ from fsdp.distributed.communicator import (
     communicators,
     finish,
     incomplete,
-    own_rank,
     present_call,
 )
 from fsdp.distributed.communicator import MissingRanks as MissingRanks
@@ -365,13 +365,13 @@ class DirectExchange(TorchCollectives):
         return [begin + as_bytes(rest) for begin, rest in zip(begins, rests, strict=True)]
 
     def _require_one_call(self, encoded: Iterable[bytes]) -> None:
-        """Raise RuntimeError if ranks are in different calls of this library, which then exchange other payloads."""
+        """Raise an error if ranks are in different calls of this library, which then exchange other payloads."""
         calls = [each.decode(errors="replace").strip() or _TRAINING for each in encoded]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
-                raise RuntimeError(
-                    f"rank {own_rank()}: the ranks are in different calls, rank {ranks[0]} in {calls[0]} and rank "
+                raise DifferentCallsError(
+                    f"the ranks are in different calls, rank {ranks[0]} in {calls[0]} and rank "
                     f"{ranks[number]} in {call}. Make the same calls on every rank, in the same order."
                 )
 

@@ -281,6 +281,13 @@ class OtherRankError(RuntimeError):
     """
 
 
+class DifferentCallsError(RuntimeError):
+    """Ranks are in different calls of this library; every rank of the communicator raises it."""
+
+    def __str__(self) -> str:
+        return f"rank {own_rank()}: {super().__str__()}"  # also where another rank has found it
+
+
 class CollectiveError(OtherRankError):
     """A collective did not complete, because another rank has raised an error, has ended, or does not come.
 

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator, OtherRankError, number_of_groups, own_rank
+from fsdp.distributed.communicator import (
+    Communicator,
+    DifferentCallsError,
+    OtherRankError,
+    number_of_groups,
+    own_rank,
+)
 
 _T = TypeVar("_T")
 _Told = TypeVar("_Told")
@@ -45,12 +51,27 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
     """Collective. Return the pickled values of all ranks that `ranks` reach in turn; the first varies fastest.
 
     Ranks that are only simulated have the value of this rank.
+
+    Raises:
+        DifferentCallsError: on all these ranks, if any of them are in different calls.
     """
     if not peers_answer(ranks):
         return [value] * size_of(ranks)
-    values = [value]
+    values: list[_T] = [value]
+    different: DifferentCallsError | None = None
     for comm in ranks:
-        values = [heard for other in comm.all_gather_bytes(pickle.dumps(values)) for heard in pickle.loads(other)]
+        try:
+            heard = [pickle.loads(each) for each in comm.all_gather_bytes(pickle.dumps(different or values))]
+        except DifferentCallsError as error:
+            different = different or error  # passed on to the next communicator, whose ranks wait for this rank
+        except RuntimeError:
+            if different is None:
+                raise
+        else:
+            different = different or next((each for each in heard if isinstance(each, DifferentCallsError)), None)
+            values = [each for other in heard for each in other] if different is None else values
+    if different is not None:
+        raise different
     return values
 
 

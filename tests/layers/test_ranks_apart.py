@@ -20,6 +20,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.comm_hooks import reduce_scatter
 from tests.helpers.calls import summon
+from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 
@@ -170,6 +171,17 @@ def test_ranks_in_different_calls_hear_of_both_at_once() -> None:
     message = apart(save, gather_optimizer, model_of(group))
     assert "rank 0 in fsdp.save() and rank 1 in gather_full_optim_state_dict()" in message
     assert "Make the same calls on every rank" in message
+
+
+@on_ranks(4)
+def test_replicas_of_ranks_in_different_calls_hear_of_them() -> None:
+    model = fsdp.fully_shard(nn.Linear(3, 3), mesh=mesh_of(2, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(
+        RuntimeError,
+        match=r"^rank \d: the ranks are in different calls, rank . in fsdp\.save\(\) and rank 3 in fsdp\.load",
+    ):
+        fsdp.load("nowhere", model) if dist.get_rank() == 3 else fsdp.save("nowhere", model)
 
 
 def all_reduced(group: Any, gradient: Tensor, shard: Tensor) -> None:
