@@ -1,4 +1,4 @@
-"""Random models, wrappings, options and calls against the unsharded model (`tests.fuzzing`).
+"""Random models, wrappings, options and calls against the unsharded model (`tests.fuzzing.running`).
 
 A few cases each time; `make test ARGS="tests/test_fuzz.py --fuzz-cases 2000"` runs more, and `--fuzz-seed` others.
 """
@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from fsdp.distributed.gathered_part import LEAST_TORCH
-from tests.fuzzing import MISTAKES, OPTIMIZERS, Case, plain_model, run_seeds, run_seeds_with
+from tests.fuzzing.case import OPTIMIZERS, Case
+from tests.fuzzing.mistakes import MISTAKES
+from tests.fuzzing.models import plain_model
+from tests.fuzzing.running import run_seeds, run_seeds_with
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
 from tests.helpers.ranks import RankError, RankPool, Ranks
 

@@ -1,0 +1,343 @@
+"""The operations of a case: each does the same with both models of a pair."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.fuzzing.case import OPTIMIZERS
+from tests.fuzzing.pair import Chosen, Pair, pairs_of
+from tests.fuzzing.sharding import shard
+
+
+def train(pair: Pair) -> None:
+    """A step of one or two batches, accumulated with or without communication, perhaps clipped."""
+    turns, silent = pair.rng.choice((1, 1, 2)), pair.rng.random() < 0.5
+    for turn in range(turns):
+        with pair.no_sync() if silent and turn < turns - 1 else nullcontext():
+            pair.backward(turn, 1 / turns)
+    pair.end_step(clip=pair.rng.choice((None, 0.1, 100.0)))
+
+
+def train_some(pair: Pair) -> None:
+    """A step on the gradients of some parameters, which backward is told."""
+    trained = [(one, twins) for one, twins in pairs_of(pair.sharded, pair.plain) if one.requires_grad]
+    # Where ranks use different parameters, backward to some of them would come through other units on other ranks.
+    chosen, share = Chosen(), pair.rng.choice((0.5, 1.0)) if pair.case.flags != "apart" else 1.0
+    for one, twins in trained:
+        if pair.rng.random() < share:
+            chosen.sharded.append(one)
+            chosen.plain += twins
+    if chosen.sharded:
+        pair.backward(6, 1.0, chosen)
+        pair.end_step()
+
+
+def evaluate(pair: Pair) -> None:
+    pair.sharded.eval(), pair.plain.eval()
+    with torch.no_grad():
+        inputs, flags = pair.batch(dist.get_rank(), 7)
+        pair.same("evaluation", pair.sharded(inputs, flags), pair.plain(inputs, flags))
+    pair.sharded.train(), pair.plain.train()
+
+
+def forward_only(pair: Pair) -> None:
+    """A forward whose backward never comes."""
+    inputs, flags = pair.batch(dist.get_rank(), 8)
+    pair.sharded(inputs, flags), pair.plain(inputs, flags)
+
+
+def two_forwards(pair: Pair) -> None:
+    """Two forwards before the backward of both."""
+    batches = [pair.batch(dist.get_rank(), turn) for turn in (3, 4)]
+    sum(pair.sharded(*batch).square().mean() for batch in batches).backward()
+    for turn in (3, 4):
+        for twin in pair.twins(turn):
+            (twin / pair.case.world_size).backward()
+    pair.end_step()
+
+
+def toggle(pair: Pair) -> None:
+    """Parameters are frozen while a graph exists: for a second forward, or for backward."""
+    pair.fill_unused(False)  # it would depend on when they are frozen
+    listed = [each for each in pairs_of(pair.sharded, pair.plain) if pair.rng.random() < 0.5]
+    frozen = {pair.sharded: [one for one, _ in listed], pair.plain: [twin for _, twins in listed for twin in twins]}
+    order, reference = pair.rng.choice(("together", "first", "second", "backward")), pair.rng.random() < 0.3
+    recomputes = any(getattr(module, "way", "") == "recomputed" for module in pair.plain.modules())
+    if recomputes or not any(param.requires_grad for param in pair.plain.parameters()):
+        return  # torch refuses to compute again what saves other tensors than before, as what is frozen does
+
+    def run(model: Any, rank: int, share: float) -> Tensor:
+        first, before = model(*pair.batch(rank, 10)).square().mean(), [one.requires_grad for one in frozen[model]]
+        for param in frozen[model]:
+            param.requires_grad_(False)
+        losses = [first]
+        if order == "backward":
+            (first * share).backward()
+        else:
+            with torch.set_grad_enabled(not reference):
+                losses.append(model(*pair.batch(rank, 11)).square().mean())
+        for param, needs in zip(frozen[model], before, strict=True):
+            param.requires_grad_(needs)
+        if order == "together":
+            (sum(losses) * share).backward()
+        elif order != "backward":
+            for loss in losses if order == "first" else reversed(losses):
+                if loss.requires_grad:
+                    (loss * share).backward()
+        return sum(losses).detach()
+
+    found = run(pair.sharded, dist.get_rank(), 1.0)
+    for rank in range(pair.case.world_size):
+        pair.plain.train(rank == dist.get_rank())
+        expected = run(pair.plain, rank, 1.0 / pair.case.world_size)
+        if rank == dist.get_rank():
+            pair.same("loss", found, expected)
+    pair.plain.train()
+    pair.end_step()
+
+
+def backward_again(pair: Pair) -> None:
+    """A graph is kept, and backward runs through it twice."""
+    if not any(param.requires_grad for param in pair.plain.parameters()):
+        return
+    loss = pair.sharded(*pair.batch(dist.get_rank(), 12)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for twin in pair.twins(12):
+        (twin / pair.case.world_size).backward(retain_graph=True)
+        (twin / pair.case.world_size).backward()
+    pair.end_step()
+
+
+def write_memory(pair: Pair) -> None:
+    """Parameters are written in ways that raise no version counter, after a forward that may have left them whole."""
+    evaluate(pair)
+    how = pair.rng.choice(("foreach", "assigned", "swapped"))
+    for model, optimizer in zip((pair.sharded, pair.plain), pair.optimizers, strict=True):
+        params = optimizer.param_groups[0]["params"]
+        kept = [param.data for param in params]
+        if how == "foreach":
+            torch._foreach_mul_(kept, 0.9)
+        else:
+            for param in params:
+                param.data = param.data * 0.9
+        if how == "swapped":
+            with torch.no_grad():
+                model(*pair.batch(0, 13) if pair.case.flags != "apart" else pair.batch(dist.get_rank(), 13))
+            for param, data in zip(params, kept, strict=True):
+                param.data = data
+    evaluate(pair)
+
+
+def write_rows(pair: Pair) -> None:
+    """A part of a parameter along the sharded dimension is written."""
+    if pair.is_wrapper or torch.__version__ < "2.13":  # see `fsdp.distributed.gathered_part`
+        return
+    pair.reshard()
+    params = dict(pair.sharded.named_parameters())
+    name = pair.rng.choice([name for name, param in pair.plain.named_parameters() if param.dim()])
+    start = pair.rng.randrange(params[name].shape[0])
+    with torch.no_grad():
+        for param in (params[name], dict(pair.plain.named_parameters())[name]):
+            param[start:].mul_(0.5)
+            param[start].add_(0.25)
+
+
+def average(pair: Pair) -> None:
+    """An average of the weights is kept by torch, and evaluated before and after an update."""
+    pair.reshard()
+    averages = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for each in (pair.sharded, pair.plain)]
+    for _ in range(2):
+        inputs = pair.batch(dist.get_rank(), 14)
+        with torch.no_grad():
+            pair.same("average", *(each.eval()(*inputs) for each in averages))
+        train(pair)
+        pair.reshard()
+        for each, model in zip(averages, (pair.sharded, pair.plain), strict=True):
+            each.update_parameters(model)
+
+
+def wrap_otherwise(pair: Pair) -> None:
+    """Training goes on with other units, which get the optimizer's state."""
+    from fsdp import optim_utils
+
+    options = pair.case.options
+    originals = options.get("use_orig_params") or not options.get("flatten_parameters", True)
+    if not originals or pair.case.optimizer == "sgd":  # of a flat parameter, parts with and without a state are refused
+        return
+    by_numbers = pair.rng.random() < 0.5  # as FairScale's methods do, of which the first rank has the state
+    if by_numbers:
+        told = [pair.sharded.gather_full_optim_state_dict(pair.optimizers[0])]
+        dist.broadcast_object_list(told)
+    else:
+        told = [optim_utils.full_optim_state_dict(pair.sharded, pair.optimizers[0], recipient_rank=None)]
+    pair.sharded = shard(pair.case, copy.deepcopy(pair.plain), again=pair.step + 1)
+    new = OPTIMIZERS[pair.case.optimizer](list(pair.sharded.parameters()))
+    if by_numbers:
+        new.load_state_dict(pair.sharded.get_shard_from_optim_state_dict(told[0]))
+    else:
+        optim_utils.load_full_optim_state_dict(pair.sharded, new, told[0])
+    pair.optimizers = new, pair.optimizers[1]
+
+
+def load(pair: Pair) -> None:
+    """Other values, through `load_state_dict`."""
+    torch.manual_seed(pair.step)
+    state = {name: value + 0.1 * torch.randn_like(value) for name, value in pair.plain.state_dict().items()}
+    for names in tied(pair.plain):
+        for name in names[1:]:
+            state[name] = state[names[0]]
+    pair.plain.load_state_dict(state)
+    pair.sharded.load_state_dict({name: value.clone() for name, value in state.items()})
+
+
+def summon(pair: Pair) -> None:
+    """Whole parameters are changed in place."""
+    if not pair.is_wrapper:
+        return
+    on_first, by_data = pair.rng.random() < 0.3, pair.rng.random() < 0.5
+    with pair.sharded.summon_full_params(rank0_only=on_first), torch.no_grad():
+        if dist.get_rank() == 0 or not on_first:
+            for param in pair.sharded.parameters():
+                (param.data if by_data else param).mul_(0.9)
+    with torch.no_grad():
+        for param in pair.plain.parameters():
+            param.mul_(0.9)
+
+
+def scale_data(pair: Pair) -> None:
+    """Shards are changed between steps: through ``.data``, but of `DTensor`s, where nobody can see that."""
+    pair.reshard()
+    with torch.no_grad():
+        for param in pair.sharded.parameters():
+            (param.data if pair.is_wrapper else param).mul_(0.8)
+        for param in pair.plain.parameters():
+            param.mul_(0.8)
+
+
+def copy_models(pair: Pair) -> None:
+    """Training goes on with copies."""
+    pair.sharded, pair.plain = copy.deepcopy(pair.sharded), copy.deepcopy(pair.plain)
+    pair.renew_optimizers()
+
+
+def freeze(pair: Pair) -> None:
+    """A parameter is frozen, or thawed, by its name."""
+    originals = pair.case.options.get("use_orig_params") or not pair.is_wrapper
+    if not originals:
+        return
+    params = dict(pair.sharded.named_parameters())
+    names = [name for name in dict(pair.plain.named_parameters()) if name in params]
+    if len(names) < 2:
+        return
+    name = pair.rng.choice(names)
+    for param in (params[name], dict(pair.plain.named_parameters())[name]):
+        param.requires_grad_(not param.requires_grad)
+    pair.renew_optimizers()
+
+
+def fail(pair: Pair) -> None:
+    """A forward that raises, on every rank, and leaves everything as it was."""
+    inner = pair.sharded.module.module if pair.is_wrapper else pair.sharded
+    hook = inner.exit.register_forward_pre_hook(raise_on_purpose)
+    try:
+        pair.sharded(*pair.batch(dist.get_rank(), 9))
+    except KeyError as error:
+        if "on purpose" not in str(error):
+            raise
+    hook.remove()
+    hook = pair.plain.exit.register_forward_pre_hook(raise_on_purpose)
+    with suppress(KeyError):
+        pair.plain(*pair.batch(dist.get_rank(), 9))
+    hook.remove()
+
+
+def raise_on_purpose(*args: Any) -> None:
+    raise KeyError("on purpose")
+
+
+def optimizer_state(pair: Pair) -> None:
+    """The optimizer's state is the twin's, and goes to a new optimizer."""
+    from fsdp import optim_utils
+
+    if not pair.is_wrapper:
+        return
+    full = optim_utils.full_optim_state_dict(pair.sharded, pair.optimizers[0], recipient_rank=None)
+    names = {param: name for name, param in pair.plain.named_parameters()}
+    state = {names[param]: value for param, value in pair.optimizers[1].state.items()}
+    for name, values in state.items():
+        for key, value in values.items():
+            if torch.is_tensor(value) and value.dim():
+                pair.same(f"{key} of {name}", full["state"][name][key], value)
+    new = OPTIMIZERS[pair.case.optimizer](list(pair.sharded.parameters()))
+    optim_utils.load_full_optim_state_dict(pair.sharded, new, full)
+    pair.optimizers = new, pair.optimizers[1]
+
+
+def save_and_load(pair: Pair) -> None:
+    """Through files, to a model whose values were changed in between."""
+    import fsdp
+
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    try:
+        fsdp.save(f"{made[0]}/saved", pair.sharded, pair.optimizers[0], generators=False)
+        with torch.no_grad():
+            for param in pair.sharded.parameters():
+                param.add_(1.0)
+        fsdp.load(f"{made[0]}/saved", pair.sharded, pair.optimizers[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(str(made[0]))
+
+
+def local_state(pair: Pair) -> None:
+    """Shards, as each rank saves its own."""
+    if not pair.is_wrapper:
+        return
+    saved = {name: value.clone() for name, value in pair.sharded.local_state_dict().items()}
+    with torch.no_grad():
+        for param in pair.sharded.parameters():
+            param.add_(1.0)
+    pair.sharded.load_local_state_dict(saved)
+
+
+def change_settings(pair: Pair) -> None:
+    """Settings of `fully_shard`'s modules, which change when they communicate, and what unused parameters get."""
+    from fsdp import FSDPModule
+
+    if pair.is_wrapper:
+        return
+    units: list[Any] = [module for module in pair.sharded.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(pair.rng.random() < 0.5, recurse=False)
+        unit.set_reshard_after_backward(pair.rng.random() < 0.5, recurse=False)
+    pair.rng.choice(units).set_modules_to_forward_prefetch(pair.rng.sample(units, 1))
+    pair.rng.choice(units).set_modules_to_backward_prefetch(pair.rng.sample(units, 1))
+    pair.sharded.set_keep_unsharded_storage(pair.rng.random() < 0.5)
+    pair.sharded.set_reduce_scatter_max_input_buffers(pair.rng.choice((1, 3)))
+    pair.fill_unused(pair.rng.random() < 0.5)
+
+
+def discard(pair: Pair) -> None:
+    """Gradients are accumulated and thrown away."""
+    with pair.no_sync():
+        pair.backward(5, 1.0)
+    pair.optimizers[0].zero_grad(), pair.optimizers[1].zero_grad()
+
+
+def tied(model: nn.Module) -> list[list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
