@@ -372,7 +372,7 @@ def test_a_rank_s_file_can_be_looked_at_without_ranks(ranks: RankPool, tmp_path:
 def test_what_cannot_be_pickled_gives_pythons_own_error() -> None:
     model = nested(fully_sharded())
     model.module.module.activation = lambda inputs: inputs
-    with pytest.raises((AttributeError, pickle.PicklingError), match=r"[Cc]an't pickle.*lambda"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match=r"[Cc]an't (pickle|get).*lambda"):
         pickle.dumps(model)
     del model.module.module.activation
     assert_goes_on_alike(model, sgd_with_momentum, through_pickle)
@@ -383,7 +383,7 @@ def test_what_cannot_be_pickled_gives_pythons_own_error() -> None:
 def test_a_weight_is_refused_by_itself_also_after_a_pickling_that_failed(save: Callable[[Any], Any]) -> None:
     model = nested(fully_sharded())
     model.module.module.hook = lambda: None
-    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         save(model)
     weight = next(module.weight for module in model.modules() if isinstance(module, nn.Linear))
     with pytest.raises(RuntimeError, match="sharded"):

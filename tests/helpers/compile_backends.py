@@ -17,7 +17,7 @@ from fsdp import FullyShardedDataParallel
 from tests.helpers.models import Wrap, keep
 
 # In what compilers import.
-torchs_own_deprecations = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+torchs_own_deprecations = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 
 
 @dataclass
