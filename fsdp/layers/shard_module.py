@@ -137,7 +137,7 @@ def _shard_params(
 
         sharder = PackedForm(form, packed)
     found = sharder.prepare(found, tied, module)
-    params_are_on = _device_of(found, module, groups.shard)
+    params_are_on = _device_of(found, module, groups.replicate or groups.shard)  # a shard group of one rank is none
     device = options.device_for(params_are_on)
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
     if options.sync_module_states:

@@ -192,6 +192,17 @@ def test_the_state_dict_of_rows_goes_through_torchs_checkpoints(tmp_path: Path) 
     assert_trained(again, 2)
 
 
+@pytest.mark.parametrize("strategy", [None, "NO_SHARD", "SHARD_OPTIM"])
+@on_accelerators(2)
+def test_a_model_of_the_meta_device_computes_on_the_accelerator(strategy: str | None) -> None:
+    chosen = None if strategy is None else fsdp.ShardingStrategy[strategy]
+    with torch.device("meta"):
+        model = fsdp.FullyShardedDataParallel(nn.Linear(6, 6), sharding_strategy=chosen)
+    fsdp.materialize(model, seed=0)
+    assert {param.device.type for param in model.parameters()} == {ACCELERATOR}
+    assert model(torch.ones(2, 6, device=ACCELERATOR)).device.type == ACCELERATOR
+
+
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
 @on_accelerators(2)
 def test_activations_are_computed_again_or_brought_back(offload_to_cpu: bool) -> None:
