@@ -43,6 +43,22 @@ OPERATIONS = (
     "discard",
     "change_settings",
 )
+FURTHER = (
+    "input_gradient",
+    "gradient_penalty",
+    "evaluate_between",
+    "infer",
+    "clip_otherwise",
+    "hook_gradients",
+    "fail_backward",
+    "assign",
+    "restart",
+    "unshard_early",
+    "park",
+    "own_average",
+    "torch_state",
+    "pickle_model",
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,10 @@ class Case:
         door = rng.choice(("wrapper", "wrapper", "fully_shard"))
         options = _wrapper_options(rng, world_size) if door == "wrapper" else _shard_options(rng, world_size)
         operations = [rng.choice(OPERATIONS) for _ in range(rng.randint(2, 6))]
+        more = random.Random(f"more of case {seed}")  # does not change what was drawn before it was added
+        options |= _more_wrapper_options(more, options, world_size) if door == "wrapper" else _more_shard_options(more)
+        for _ in range(more.randint(0, 3)):
+            operations.insert(more.randint(0, len(operations)), more.choice(FURTHER))
         return cls(
             seed,
             world_size,
@@ -120,4 +140,22 @@ def _shard_options(rng: random.Random, world_size: int) -> dict[str, Any]:
         options["sharding"] = "hybrid"
     if rng.random() < 0.15:
         options["computes_in_float32"] = True
+    return options
+
+
+def _more_wrapper_options(rng: random.Random, options: dict[str, Any], world_size: int) -> dict[str, Any]:
+    if "sharding" in options or rng.random() > 0.35:
+        return {}
+    sharding = rng.choice(("SHARD_OPTIM", "SHARD_OPTIM_GRADS", *["HYBRID_SHARD_OPTIM"] * 2 * (world_size == 4)))
+    return {"sharding": sharding, "reshard_after_forward": True}
+
+
+def _more_shard_options(rng: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        options |= {"sharding": rng.choice(("SHARD_OPTIM", "SHARD_OPTIM_GRADS")), "reshard_after_forward": None}
+    if rng.random() < 0.3:
+        options["columns"] = True
+    if rng.random() < 0.15:
+        options["offload"] = True
     return options

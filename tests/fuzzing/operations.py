@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 import tempfile
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import fsdp
+from fsdp import FSDPModule, optim_utils
 from tests.fuzzing.case import OPTIMIZERS
-from tests.fuzzing.pair import Chosen, Pair, pairs_of
+from tests.fuzzing.models import plain_model
+from tests.fuzzing.pair import Chosen, Pair, pairs_of, whole
 from tests.fuzzing.sharding import shard
 
 
@@ -72,7 +77,7 @@ def toggle(pair: Pair) -> None:
     frozen = {pair.sharded: [one for one, _ in listed], pair.plain: [twin for _, twins in listed for twin in twins]}
     order, reference = pair.rng.choice(("together", "first", "second", "backward")), pair.rng.random() < 0.3
     recomputes = any(getattr(module, "way", "") == "recomputed" for module in pair.plain.modules())
-    if recomputes or not any(param.requires_grad for param in pair.plain.parameters()):
+    if recomputes or not pair.is_trained:
         return  # torch refuses to compute again what saves other tensors than before, as what is frozen does
 
     def run(model: Any, rank: int, share: float) -> Tensor:
@@ -107,7 +112,7 @@ def toggle(pair: Pair) -> None:
 
 def backward_again(pair: Pair) -> None:
     """A graph is kept, and backward runs through it twice."""
-    if not any(param.requires_grad for param in pair.plain.parameters()):
+    if not pair.is_trained:
         return
     loss = pair.sharded(*pair.batch(dist.get_rank(), 12)).square().mean()
     loss.backward(retain_graph=True)
@@ -168,8 +173,6 @@ def average(pair: Pair) -> None:
 
 def wrap_otherwise(pair: Pair) -> None:
     """Training goes on with other units, which get the optimizer's state."""
-    from fsdp import optim_utils
-
     options = pair.case.options
     originals = options.get("use_orig_params") or not options.get("flatten_parameters", True)
     if not originals or pair.case.optimizer == "sgd":  # of a flat parameter, parts with and without a state are refused
@@ -232,8 +235,7 @@ def copy_models(pair: Pair) -> None:
 
 def freeze(pair: Pair) -> None:
     """A parameter is frozen, or thawed, by its name."""
-    originals = pair.case.options.get("use_orig_params") or not pair.is_wrapper
-    if not originals:
+    if not pair.lists_originals:
         return
     params = dict(pair.sharded.named_parameters())
     names = [name for name in dict(pair.plain.named_parameters()) if name in params]
@@ -247,8 +249,7 @@ def freeze(pair: Pair) -> None:
 
 def fail(pair: Pair) -> None:
     """A forward that raises, on every rank, and leaves everything as it was."""
-    inner = pair.sharded.module.module if pair.is_wrapper else pair.sharded
-    hook = inner.exit.register_forward_pre_hook(raise_on_purpose)
+    hook = pair.inner.exit.register_forward_pre_hook(raise_on_purpose)
     try:
         pair.sharded(*pair.batch(dist.get_rank(), 9))
     except KeyError as error:
@@ -267,8 +268,6 @@ def raise_on_purpose(*args: Any) -> None:
 
 def optimizer_state(pair: Pair) -> None:
     """The optimizer's state is the twin's, and goes to a new optimizer."""
-    from fsdp import optim_utils
-
     if not pair.is_wrapper:
         return
     full = optim_utils.full_optim_state_dict(pair.sharded, pair.optimizers[0], recipient_rank=None)
@@ -285,20 +284,12 @@ def optimizer_state(pair: Pair) -> None:
 
 def save_and_load(pair: Pair) -> None:
     """Through files, to a model whose values were changed in between."""
-    import fsdp
-
-    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
-    try:
-        fsdp.save(f"{made[0]}/saved", pair.sharded, pair.optimizers[0], generators=False)
+    with _folder() as folder:
+        fsdp.save(f"{folder}/saved", pair.sharded, pair.optimizers[0], generators=False)
         with torch.no_grad():
             for param in pair.sharded.parameters():
                 param.add_(1.0)
-        fsdp.load(f"{made[0]}/saved", pair.sharded, pair.optimizers[0])
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(str(made[0]))
+        fsdp.load(f"{folder}/saved", pair.sharded, pair.optimizers[0])
 
 
 def local_state(pair: Pair) -> None:
@@ -314,8 +305,6 @@ def local_state(pair: Pair) -> None:
 
 def change_settings(pair: Pair) -> None:
     """Settings of `fully_shard`'s modules, which change when they communicate, and what unused parameters get."""
-    from fsdp import FSDPModule
-
     if pair.is_wrapper:
         return
     units: list[Any] = [module for module in pair.sharded.modules() if isinstance(module, FSDPModule)]
@@ -334,6 +323,242 @@ def discard(pair: Pair) -> None:
     with pair.no_sync():
         pair.backward(5, 1.0)
     pair.optimizers[0].zero_grad(), pair.optimizers[1].zero_grad()
+
+
+def input_gradient(pair: Pair) -> None:
+    """The gradient of a batch, beside those of parameters."""
+    if not pair.is_trained:
+        return
+    (inputs, flags), found = pair.batch(dist.get_rank(), 15), []
+    ours = inputs.clone().requires_grad_()
+    pair.sharded(ours, flags).square().mean().backward()
+    for rank in range(pair.case.world_size):
+        pair.plain.train(rank == dist.get_rank())
+        inputs, flags = pair.batch(rank, 15)
+        theirs = inputs.clone().requires_grad_()
+        (pair.plain(theirs, flags).square().mean() / pair.case.world_size).backward()
+        found.append(theirs.grad)
+    pair.plain.train()
+    pair.same("input gradient", ours.grad, found[dist.get_rank()] * pair.case.world_size)
+    pair.end_step()
+
+
+def gradient_penalty(pair: Pair) -> None:
+    """The loss has the gradient for the inputs in it."""
+    if not pair.is_trained:
+        return
+
+    def run(model: Any, rank: int, share: float) -> Tensor:
+        inputs, flags = pair.batch(rank, 16)
+        inputs = inputs.clone().requires_grad_()
+        outputs = model(inputs, flags)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        loss = outputs.square().mean() + slope.square().mean()
+        (loss * share).backward()
+        return loss.detach()
+
+    found = run(pair.sharded, dist.get_rank(), 1.0)
+    for rank in range(pair.case.world_size):
+        pair.plain.train(rank == dist.get_rank())
+        expected = run(pair.plain, rank, 1.0 / pair.case.world_size)
+        if rank == dist.get_rank():
+            pair.same("loss", found, expected)
+    pair.plain.train()
+    pair.end_step()
+
+
+def evaluate_between(pair: Pair) -> None:
+    """An evaluation between a forward and its backward."""
+    if not pair.is_trained:
+        return
+    mode = pair.rng.choice((torch.no_grad, torch.inference_mode))
+
+    def evaluated(model: Any) -> Tensor:
+        model.eval()
+        with mode():
+            outputs = model(*pair.batch(dist.get_rank(), 18)).clone()
+        model.train()
+        return outputs
+
+    loss = pair.sharded(*pair.batch(dist.get_rank(), 17)).square().mean()
+    found = evaluated(pair.sharded)
+    loss.backward()
+    pair.same("evaluation", found, evaluated(pair.plain))
+    for twin in pair.twins(17):
+        (twin / pair.case.world_size).backward()
+    pair.end_step()
+
+
+def infer(pair: Pair) -> None:
+    """An evaluation in inference mode."""
+    pair.sharded.eval(), pair.plain.eval()
+    with torch.inference_mode():
+        batch = pair.batch(dist.get_rank(), 19)
+        pair.same("inference", pair.sharded(*batch), pair.plain(*batch))
+    pair.sharded.train(), pair.plain.train()
+
+
+def clip_otherwise(pair: Pair) -> None:
+    """torch's functions clip, by several norms or by value."""
+    kind = pair.rng.choice((1.0, 2.0, 3.0, float("inf"), "value"))
+    pair.backward(20, 1.0)
+    pair.complete_gradients()
+    if kind == "value":
+        if pair.case.options.get("sharding") == "SHARD_OPTIM":
+            fsdp.reduce_gradients(pair.sharded)
+        for model in (pair.sharded, pair.plain):
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    else:
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.05, kind) for each in (pair.sharded, pair.plain)]
+        pair.same(f"norm of order {kind}", whole(norms[0]), norms[1])
+    pair.end_step()
+
+
+def hook_gradients(pair: Pair) -> None:
+    """Hooks of listed parameters scale their gradients."""
+    if not pair.lists_originals:
+        return
+    pair.reshard()
+    params, twins = dict(pair.sharded.named_parameters()), dict(pair.plain.named_parameters())
+    trained = [name for name, twin in twins.items() if name in params and twin.requires_grad]
+    chosen = pair.rng.sample(trained, pair.rng.randint(0, len(trained)))
+    hooks = [each[name].register_hook(lambda grad: 0.5 * grad) for name in chosen for each in (params, twins)]
+    pair.backward(21, 1.0)
+    pair.end_step()
+    for hook in hooks:
+        hook.remove()
+
+
+def fail_backward(pair: Pair) -> None:
+    """A backward that raises, on every rank, at its end or in the middle; its gradients are dropped."""
+    if not pair.is_trained:
+        return
+    at_end = pair.rng.random() < 0.5
+    for model, inner in ((pair.sharded, pair.inner), (pair.plain, pair.plain)):
+        inputs, flags = pair.batch(dist.get_rank(), 22)
+        inputs = inputs.clone().requires_grad_()
+        if at_end:
+            inputs.register_hook(raise_on_purpose)
+        hook = inner.chain.register_forward_hook(
+            lambda module, args, output: None if at_end else (output.register_hook(raise_on_purpose), None)[1]
+        )
+        with suppress(KeyError):
+            model(inputs, flags).square().mean().backward()
+        hook.remove()
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+
+
+def assign(pair: Pair) -> None:
+    """A module gets another parameter."""
+    shared = {name for names in tied(pair.plain) for name in names}
+    name = pair.rng.choice([name for name, _ in pair.plain.named_parameters() if name not in shared])
+    path, _, key = name.rpartition(".")
+    before = pair.plain.get_parameter(name)
+    torch.manual_seed(pair.step + 77)
+    value = before.detach() + 0.1 * torch.randn_like(before)
+    pair.reshard()
+    for module in (pair.inner.get_submodule(path), pair.plain.get_submodule(path)):
+        setattr(module, key, nn.Parameter(value.clone(), before.requires_grad))
+    pair.compare("after the assignment")
+    pair.renew_optimizers()
+
+
+def restart(pair: Pair) -> None:
+    """Training goes on from files, with a model that was made on the meta device, perhaps with other units."""
+    with torch.device("meta"):
+        plain = plain_model(pair.case)
+    params, twins = list(plain.parameters()), list(pair.plain.parameters())
+    if len(params) < len(twins):
+        return  # the twin's move to the simulated device has made two parameters of one
+    for param, twin in zip(params, twins, strict=True):
+        param.requires_grad_(twin.requires_grad)
+    with _folder() as folder:
+        pair.reshard()
+        fsdp.save(f"{folder}/saved", pair.sharded, pair.optimizers[0], generators=False)
+        pair.sharded = shard(pair.case, plain, again=pair.rng.choice((0, pair.step + 1)))
+        new = OPTIMIZERS[pair.case.optimizer](list(pair.sharded.parameters()))
+        fsdp.load(f"{folder}/saved", pair.sharded, new)
+    pair.optimizers = new, pair.optimizers[1]
+    pair.fill_unused(pair.fills_unused)
+
+
+def unshard_early(pair: Pair) -> None:
+    """Units are unsharded by hand before a step, and waited for or not."""
+    if pair.is_wrapper:
+        return
+    units = [module for module in pair.sharded.modules() if isinstance(module, FSDPModule)]
+    chosen = pair.rng.sample(units, pair.rng.randint(1, len(units)))
+    started = [unit.unshard(async_op=pair.rng.random() < 0.5) for unit in chosen]
+    if pair.rng.random() < 0.5:
+        for one in started:
+            if one is not None:
+                one.wait()
+    train(pair)
+
+
+def park(pair: Pair) -> None:
+    """Model and optimizer are parked, and back."""
+    with _folder() as folder:
+        pair.reshard()
+        with fsdp.parked(pair.sharded, pair.optimizers[0], to=pair.rng.choice(("host", folder))):
+            pass
+
+
+def own_average(pair: Pair) -> None:
+    """An average by `fsdp.EMA`, which is swapped in."""
+    pair.reshard()
+    ours = fsdp.EMA(pair.sharded, 0.5)
+    theirs = AveragedModel(pair.plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(2):
+        train(pair)
+        pair.reshard()
+        ours.update_parameters(pair.sharded)
+        theirs.update_parameters(pair.plain)
+    with ours.applied_to(pair.sharded), torch.no_grad():
+        batch = pair.batch(dist.get_rank(), 23)
+        pair.same("average", pair.sharded(*batch), theirs.module(*batch))
+
+
+def torch_state(pair: Pair) -> None:
+    """The state that torch's function returns, loaded by torch's function."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    pair.reshard()
+    is_full = pair.lists_originals and not pair.case.mixed and pair.rng.random() < 0.5
+    options = StateDictOptions(full_state_dict=is_full)
+    state = {name: value.clone() for name, value in get_model_state_dict(pair.sharded, options=options).items()}
+    for name, value in pair.plain.state_dict().items():
+        pair.same(f"torch's {name}", whole(state[name]), value)
+    with torch.no_grad():
+        for param in pair.sharded.parameters():
+            param.add_(1.0)
+    set_model_state_dict(pair.sharded, state, options=options)
+
+
+def pickle_model(pair: Pair) -> None:
+    """Training goes on with a pickled model."""
+    is_hybrid = pair.case.options.get("sharding") in ("hybrid", "HYBRID_SHARD_OPTIM")  # whose groups are not one
+    if not pair.is_wrapper or is_hybrid or pair.case.device != "cpu":  # the simulated device pickles nothing
+        return
+    pair.sharded = pickle.loads(pickle.dumps(pair.sharded))
+    for wrapper in fsdp.get_fsdp_instances(pair.sharded):
+        wrapper.process_group = dist.group.WORLD
+    pair.plain = copy.deepcopy(pair.plain)
+    pair.renew_optimizers()
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A folder of all ranks, for as long as all of them use it."""
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    try:
+        yield str(made[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(str(made[0]))
 
 
 def tied(model: nn.Module) -> list[list[str]]:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp import FlatParameter
+from fsdp.distributed.dtensor import full_tensor
 from tests.fuzzing.case import OPTIMIZERS, Case
 from tests.fuzzing.models import ROWS, Flags
 
@@ -56,6 +58,21 @@ class Pair:
     @property
     def is_wrapper(self) -> bool:
         return self.case.door == "wrapper"
+
+    @property
+    def lists_originals(self) -> bool:
+        """Whether the sharded model lists a parameter for each of the twin's."""
+        return not self.is_wrapper or self.case.options.get("use_orig_params", False)
+
+    @property
+    def inner(self) -> Any:
+        """The sharded model without its outermost wrapper."""
+        return self.sharded.module.module if self.is_wrapper else self.sharded
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether backward can run: some parameter is trained."""
+        return any(param.requires_grad for param in self.plain.parameters())
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.sharded.no_sync() if self.is_wrapper else _without_sync(self.sharded)
@@ -103,20 +120,23 @@ class Pair:
         """Losses of one batch of each rank, and their gradients; of the chosen parameters only, if there are any."""
         inputs, flags = self.batch(dist.get_rank(), turn)
         loss = self.sharded(inputs, flags).square().mean()
-        is_trained = any(param.requires_grad for param in self.plain.parameters())  # else nobody could run a backward
-        if is_trained:
+        if self.is_trained:
             (loss * share).backward(inputs=None if chosen is None else chosen.sharded)
         for rank, twin in enumerate(self.twins(turn)):
-            if is_trained:
+            if self.is_trained:
                 (twin * share / self.case.world_size).backward(inputs=None if chosen is None else chosen.plain)
             if rank == dist.get_rank():
                 self.same("loss", loss.detach(), twin.detach())
 
-    def end_step(self, clip: float | None = None) -> None:
+    def complete_gradients(self) -> None:
+        """Zeros in the twin for gradients that the sharded model has, because others in a flat parameter have one."""
         fill_missing(self.sharded, self.plain)
         for param in self.plain.parameters() if self.fills_unused else ():
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
+
+    def end_step(self, clip: float | None = None) -> None:
+        self.complete_gradients()
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(self.plain.parameters(), clip)
             self.same("gradient norm", self.clip(clip).detach(), norm)
@@ -144,8 +164,6 @@ def _without_sync(model: Any) -> Iterator[None]:
 
 
 def whole(value: Tensor) -> Tensor:
-    from fsdp.distributed.dtensor import full_tensor
-
     return full_tensor(value)
 
 
@@ -159,8 +177,6 @@ def fill_missing(sharded: Any, plain: nn.Module) -> None:
 
 def pairs_of(sharded: Any, plain: nn.Module) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
     """What the sharded model lists, with the parameters of the twin that are in it."""
-    from fsdp import FlatParameter
-
     params = dict(plain.named_parameters(remove_duplicate=False))
     for raw, listed in sharded.named_parameters():
         *path, name = (part for part in raw.split(".") if part not in WRAPPERS)
