@@ -57,7 +57,7 @@ CONCERNS = {
         "engine/no_sync engine/gradient_elsewhere engine/precision_gradients training/orig_params "
         "engine/parameter_hooks"
     ),
-    "engine/handle engine/phase engine/passes engine/shard_values": (
+    "engine/handle engine/phase engine/shard_values": (
         "engine/flat_param engine/no_sync engine/changed_parameters layers/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies layers/state_dict/summon_full_params layers/different_values "
         "layers/offload "
@@ -124,7 +124,7 @@ CONCERNS = {
     "distributed/watchdog distributed/positions": (
         "distributed/watchdog distributed/paths distributed/causes_of_hangs layers/ranks_apart"
     ),
-    "distributed/paths": "distributed/paths",
+    "distributed/paths distributed/passes": "distributed/paths",
     "distributed/consensus": "distributed/agreement checkpoint/errors",
     "distributed/comm_hooks distributed/custom_collectives distributed/gather_extension distributed/devices": (
         "distributed/comm_hook* training/comm_hooks distributed/devices fully_shard/settings fully_shard/subclasses "

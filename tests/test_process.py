@@ -47,9 +47,9 @@ print(json.dumps({"effects": effects, "loaded": loaded, "asked": asked, "finds":
 LOADED_AT_ONCE = {
     "": "fsdp",
     "fsdp.": "distributed engine fully_shard fully_sharded_data_parallel layers wrap",
-    "fsdp.distributed.": "collectives communicator consensus devices dtensor gather_extension messages paths",
+    "fsdp.distributed.": "collectives communicator consensus devices dtensor gather_extension messages passes",
     "fsdp.engine.": "assigned_attributes autograd call_stack counted_data flat_param forward_hooks grad_buffer "
-    "gradient_hooks handle ignored layout names observers orig_params originals passes phase "
+    "gradient_hooks handle ignored layout names observers orig_params originals phase "
     "placeholder placements policy precision presentation reduction rows_layout runtime schedule "
     "shard shard_values trees unit unit_backward unsharded_params usage user_attributes",
     "fsdp.layers.": "flatten_params_wrapper foreign_names lazy managed_params module_overrides on_demand options "

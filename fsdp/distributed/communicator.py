@@ -41,6 +41,18 @@ Messages = Mapping[int, Sequence[Tensor]]
 Tag = int | str | tuple[int | str, ...]
 
 
+class Tags(NamedTuple):
+    """The number of a handle among all handles of its root, and its tags, which no other handle has.
+
+    Tags tell the messages of collectives apart. They are alike on all ranks.
+    """
+
+    number: int
+    gather: int  # on its communicator to all-gather from
+    reduce: int  # on the one to reduce over
+    replica: int  # on that along the replica axis
+
+
 def words_of(tag: Tag) -> tuple[int | str, ...]:
     return tag if isinstance(tag, tuple) else (tag,)
 

@@ -1,24 +1,18 @@
 """Ranks that wait for each other have taken different paths; a comparison of the paths gives the cause and a remedy.
 
-Each rank records its latest forwards and backwards, with the units that it ran in them: the hot path appends a name.
-The comparison starts only when a rank has waited too long. Then `difference` finds the first place at which the ranks
-differ; it is a function of these records, without a process group.
+Each rank records its latest passes (`passes`). When a rank has waited too long, `difference` finds the first place at
+which the ranks differ; it is a function of these records, without a process group.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from fsdp.distributed.communicator import named, some_of
-
-_KEPT = 8  # passes
-_MOST_UNITS = 1000  # of a pass; a forward that loops inside of itself may come to any number
-_SHOWN = 4  # units of a pass, in reports
+from fsdp.distributed.passes import Pass
 
 _ORDER = "Run the same units in the same order on every rank; fsdp.cond runs a module on some ranks only."
 _TIMES = (
@@ -30,81 +24,6 @@ _MODES = (
     "gradients."
 )
 _FROZEN = "Freeze and unfreeze the same parameters on every rank (requires_grad_)."
-
-
-@dataclass
-class Pass:
-    """A forward or backward that this rank has begun.
-
-    Attributes:
-        name: the kind of pass and its number in the model, such as "backward 3".
-        model: the name of the outermost unit in the pass.
-        ranks: the ranks of the model.
-        mode: another property that must be equal on all ranks, such as "without gradients".
-        reduced: the flat parameters of which a backward reduces gradients, with their frozen parts.
-        units: the units that the pass has reached, in order.
-        is_over: the pass has ended on this rank; not if a collective has failed in it.
-    """
-
-    name: str
-    model: str
-    ranks: str
-    mode: Sequence[str]
-    reduced: Sequence[str] = ()
-    units: list[str] = field(default_factory=list)
-    is_over: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} ({'..., ' * (len(self.units) > _SHOWN)}{', '.join(self.units[-_SHOWN:])})"
-
-    def come_to(self, unit: str) -> None:
-        if len(self.units) < _MOST_UNITS:
-            self.units.append(unit)
-
-    def is_same(self, other: Pass) -> bool:
-        return (self.name, self.model, self.ranks) == (other.name, other.model, other.ranks)
-
-    def events(self, *, units: bool = True) -> Iterator[tuple[str, Hashable]]:
-        """Yield the events that must be equal on all ranks, in the order of time; optionally without the `units`."""
-        yield "begin", (self.name, self.model)
-        yield "mode", tuple(self.mode)
-        if not units:
-            return
-        yield "reduced", tuple(self.reduced)
-        yield from (("unit", unit) for unit in self.units)
-        if self.is_over:
-            yield "end", None
-
-
-class Path:
-    """The passes that this rank has begun last, the oldest first."""
-
-    def __init__(self) -> None:
-        self.passes: deque[Pass] = deque(maxlen=_KEPT)
-        self._numbers: Counter[tuple[Any, ...]] = Counter()
-
-    def begin(
-        self, kind: str, model: str, ranks: frozenset[int], mode: Sequence[str], reduced: Sequence[str] = ()
-    ) -> Pass:
-        """Note that a forward or backward begins."""
-        self._numbers[kind, model, ranks] += 1
-        begun = Pass(f"{kind} {self._numbers[kind, model, ranks]}", model, _text(ranks), mode, reduced)
-        self.passes.append(begun)
-        return begun
-
-    def snapshot(self) -> list[Pass]:
-        """Return copies of the passes, which do not change while this rank goes on."""
-        return [replace(one, units=list(one.units)) for one in list(self.passes)]
-
-    def forget(self, ranks: frozenset[int] | None = None) -> None:
-        """Count anew, the passes of models on these ranks or all: ranks may have begun different numbers of them."""
-        kept = [] if ranks is None else [one for one in self.passes if one.ranks != _text(ranks)]
-        numbers = {key: number for key, number in self._numbers.items() if ranks is not None and ranks not in key}
-        self.passes, self._numbers = deque(kept, maxlen=_KEPT), Counter(numbers)
-
-
-_text = lru_cache(maxsize=64)(named)  # of a model's ranks, which may be thousands
-path = Path()  # of this rank
 
 
 def difference(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fsdp.distributed import communicator, paths
+from fsdp.distributed import communicator, passes
 from fsdp.distributed.communicator import named
-from fsdp.distributed.paths import Pass
+from fsdp.distributed.passes import Pass
 
 _FRAMES = 3  # of the user's code, that a report shows of a rank
 _PASSES = 2  # that it shows
@@ -82,7 +82,7 @@ class Position:
             seconds=time.monotonic() - wait.since if wait else 0.0,
             stack=_places(stacks.get(thread, ())),
             occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
-            passes=[] if is_aside else paths.path.snapshot(),
+            passes=[] if is_aside else passes.path.snapshot(),
             groups=communicator.ranks_of_groups(),
         )
 
@@ -138,10 +138,12 @@ def lines_of(answers: Mapping[int, Position | str]) -> list[str]:
 
 def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
     """Return the reason why ranks wait for each other, and a remedy, according to their positions."""
+    from fsdp.distributed.paths import difference  # for reports only
+
     came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
     waiting = {rank: each for rank, each in came.items() if each.waits_for is not None}
     late = [rank for rank in answers if rank not in waiting]
-    found = paths.difference({rank: each.passes for rank, each in came.items()}, [asker, *waiting])
+    found = difference({rank: each.passes for rank, each in came.items()}, [asker, *waiting])
     found = found or _of_calls(waiting, not late) or _of_groups(asker, came, late)
     found = found[:1].upper() + found[1:]
     if late:

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from fsdp.distributed import communicator, paths
+from fsdp.distributed import communicator, passes
 from fsdp.distributed.communicator import named
 from fsdp.distributed.journal import journals, settings
 from fsdp.distributed.positions import Position, Report, last_place, longest_wait
@@ -520,7 +520,7 @@ def watch() -> None:
     if "fake" in communicator.backend_names(group).values():
         return  # other ranks are only simulated
     stop()
-    paths.path.forget()
+    passes.path.forget()
     store = cast(Any, group.get_group_store())
     try:
         watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), store.clone(), _started[id(group)])

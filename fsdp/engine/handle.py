@@ -34,14 +34,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
-from fsdp.distributed.communicator import in_stage, labelled, own_rank
+from fsdp.distributed.communicator import Tags, in_stage, labelled, own_rank
 from fsdp.distributed.gather_extension import gradient_values
+from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo, keep_gradients_in
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, check_gradient, divided
 from fsdp.engine.gradient_hooks import GradientHooks
 from fsdp.engine.orig_params import OrigParams
-from fsdp.engine.passes import Passes, Tags
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.placements import Collective

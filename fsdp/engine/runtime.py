@@ -36,12 +36,12 @@ from torch import nn
 
 from fsdp.distributed.communicator import CollectiveError, Communicator, own_rank, uncompiled
 from fsdp.distributed.devices import copy_stream_of
+from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward, retains_graph
 from fsdp.engine.call_stack import runs_on_another_thread
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.passes import Passes
 from fsdp.engine.phase import Phase
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp.distributed import paths
+from fsdp.distributed import passes
 from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.distributed.communicator import (
     CollectiveError,
@@ -165,7 +165,7 @@ def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicat
         for handle in unit.handles:
             if handle.phase is Phase.UNSHARDING:
                 handle._pending = Pending("", (), lambda: blank(0))
-    paths.path.forget(root.ranks)
+    passes.path.forget(root.ranks)
     with after_closing():
         for way in ways:
             _repeat(way.settle)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp.distributed import passes
 from fsdp.distributed.communicator import during
 from fsdp.distributed.consensus import agree_on, from_everyone
-from fsdp.distributed.paths import path
 from fsdp.engine.checks import Checks
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.observers import attached
@@ -86,7 +86,7 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
             yield tuple(unit.name for unit in every)
     finally:
         orders.restore()
-        path.forget(root.ranks)
+        passes.path.forget(root.ranks)
         for unit in chosen:
             unit.policy.keeps_for_inference = False
         for unit in () if runtime.is_computing else chosen:
@@ -119,7 +119,7 @@ class _Orders(Checks):
     def before_forward(self, unit: Unit) -> None:
         self._checks.before_forward(unit)
         if torch.is_grad_enabled() and self._runtime._forward_order is self._inference:
-            path.forget(self._runtime.root.ranks)  # it counts passes
+            passes.path.forget(self._runtime.root.ranks)  # it counts passes
         self._runtime._forward_order = self._training if torch.is_grad_enabled() else self._inference
 
     def trust_values(self, unit: Unit) -> None:

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from fsdp.distributed import collectives, journal, messages, paths
+from fsdp.distributed import collectives, journal, messages, passes
+from fsdp.distributed.passes import Pass, Path
 from fsdp.engine import placeholder, runtime
 
 # The package's process-wide settings and current operations.
@@ -21,7 +22,7 @@ _OWN: tuple[tuple[Any, str], ...] = (
     (warnings, "_showwarnmsg_impl"),  # private; where warnings are recorded (Python 3.10 to 3.13)
     (collectives, "_only_torch"),
     (messages, "_are_checked"),
-    (paths, "path"),
+    (passes, "path"),
     (journal, "journals"),
     (runtime, "_last"),
     (placeholder, "_under_way"),
@@ -45,7 +46,7 @@ class ProcessState:
         self._attributes[warnings, "filters"] = list(warnings.filters)
         if variables is not None:
             self._variables = dict(variables)
-            self._attributes[paths, "path"] = paths.Path()
+            self._attributes[passes, "path"] = Path()
             self._attributes[journal, "journals"] = set()  # which holds on to them, until they were compared
 
     def keep(self) -> None:
@@ -81,8 +82,8 @@ class ProcessState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     @property
-    def passes(self) -> list[paths.Pass]:
-        return list(cast("paths.Path", self._attributes[paths, "path"]).passes)
+    def passes(self) -> list[Pass]:
+        return list(cast("Path", self._attributes[passes, "path"]).passes)
 
     @property
     def journals(self) -> Collection[Any]:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp.distributed.paths import Pass, Path, difference
+from fsdp.distributed.passes import Pass, Path
+from fsdp.distributed.paths import difference
 from fsdp.distributed.positions import Position, Report, conclusion
 
 UNITS = ["root (Net)", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]

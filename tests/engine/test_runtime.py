@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, fully_shard, get_fsdp_instances
-from fsdp.distributed import paths
+from fsdp.distributed import passes
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.calls import infer
 from tests.helpers.models import Net, Wrap, keep, nested_mlp
@@ -659,7 +659,7 @@ def test_other_ranks_are_told_that_a_forward_has_ended_unless_a_collective_faile
     model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), _Fails(error)))
     with pytest.raises(type(error)):
         model(torch.ones(2, 5))
-    assert paths.path.passes[-1].is_over is is_over
+    assert passes.path.passes[-1].is_over is is_over
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.distributed.collectives import use_torch_collectives
-from fsdp.engine.passes import Tags
+from fsdp.distributed.communicator import Tags
 from fsdp.engine.reduction import Bucket
 from tests.helpers.comm_hooks import average, with_hook
 from tests.helpers.dtensor_twins import ours
