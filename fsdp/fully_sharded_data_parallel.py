@@ -427,6 +427,7 @@ class FullyShardedDataParallel(nn.Module):
     def _units(self) -> list[Unit]:
         return [unit for _, unit in units_in(self._unit)]
 
+    @refuses_keywords
     @contextmanager
     def summon_full_params(
         self,

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from fsdp.distributed.communicator import uncompiled
 from fsdp.engine.call_stack import is_called_from
 
 _Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def _by_name(reasons: dict[str, str]) -> dict[str, str]:
@@ -26,7 +27,7 @@ def _by_name(reasons: dict[str, str]) -> dict[str, str]:
     return {name: reason for names, reason in reasons.items() for name in names.split()}
 
 
-# Arguments of FSDP1's constructor.
+# Arguments of FSDP1's constructor and methods.
 KEYWORDS = {
     "auto_wrap_policy": "call fsdp.shard(module, units={Block}, ...), which takes classes of modules or a policy, "
     "and the other arguments",
@@ -36,6 +37,7 @@ KEYWORDS = {
     "backward_prefetch": "leave it out: the next unit is gathered ahead, in the order that was learned",
     "forward_prefetch": "leave it out: the next unit is gathered ahead, in the order that was learned",
     "limit_all_gathers": "leave it out: at most one unit is gathered ahead",
+    "writeback": "volatile=True is writeback=False, and writeback=True the default",
 }
 
 _FULL = "state_dict() is full, state_dict(rank0_only=True) on the first rank; sharded_state_dict() and fsdp.save shard"
@@ -48,7 +50,7 @@ METHODS = _by_name(
         "optim_state_dict full_optim_state_dict sharded_optim_state_dict": _OPTIM,
         "optim_state_dict_to_load scatter_full_optim_state_dict shard_full_optim_state_dict "
         "flatten_sharded_optim_state_dict": "use fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, state), "
-        "or fsdp.load",
+        "with rank0_only=True for a state on the first rank, or fsdp.load",
         "rekey_optim_state_dict": "use fsdp.optim_utils.rekey_optim_state_dict",
         "fsdp_modules": "use fsdp.get_fsdp_instances(model)",
         "check_is_root": "the outermost wrapper is whichever is used first",
@@ -195,19 +197,19 @@ class ForeignMethod:
         refuse_foreign(owner, self._name)
 
 
-def refuses_keywords(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Make a constructor raise TypeError for arguments that only FSDP1 has; its signature is unchanged.
+def refuses_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Make a function raise TypeError for arguments that only FSDP1 has; its signature is unchanged.
 
-    The constructor also warns of FSDP1's environment variables.
+    The function also warns of FSDP1's environment variables.
     """
 
-    @functools.wraps(init)
-    def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> None:
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
         for name in given:
             if name in KEYWORDS:
                 raise TypeError(f"FullyShardedDataParallel has no argument {name}, which torch's has: {KEYWORDS[name]}")
         _warn_of_variables()
-        init(*args, **given)
+        return function(*args, **given)
 
     return checked
 
@@ -218,5 +220,5 @@ def _warn_of_variables() -> None:
         if os.environ.get(name) == "1":
             warnings.warn(
                 f"{name}=1 is for torch's FullyShardedDataParallel, and has no effect on fsdp's: {instead}",
-                stacklevel=4,
+                stacklevel=3,
             )

@@ -10,9 +10,11 @@ from torch import nn
 
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.layers.foreign_names import refuses_keywords
 from fsdp.wrap import AutoWrapPolicy, ModuleGraph, lambda_wrap_policy, wrap_units, wrapped_in, wrapper_config_of
 
 
+@refuses_keywords
 def shard(
     module: nn.Module, units: Iterable[type[nn.Module] | nn.Module] | AutoWrapPolicy, **options: Any
 ) -> FullyShardedDataParallel:

@@ -56,6 +56,17 @@ def test_other_arguments_say_what_to_use(name: str) -> None:
     assert KEYWORDS[name] in str(error.value)
 
 
+def test_fsdp_shard_says_what_to_use_before_it_asks_for_units() -> None:
+    with pytest.raises(TypeError, match=r"no argument auto_wrap_policy, .*call fsdp\.shard\(module, units="):
+        fsdp.shard(nn.Linear(2, 3), auto_wrap_policy=None)  # type: ignore[call-arg]
+
+
+def test_writeback_says_what_to_use() -> None:
+    summon: Any = FullyShardedDataParallel.summon_full_params  # called on the class, as FSDP1's
+    with pytest.raises(TypeError, match=r"no argument writeback, .*volatile=True is writeback=False"):
+        summon(wrapped(), writeback=False)
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_methods_say_what_to_use(name: str) -> None:
     for asked in (FullyShardedDataParallel, wrapped()):
