@@ -30,6 +30,16 @@ _OURS = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)
 _NUMBERED = re.compile(rf"step-(\d+)({'|'.join(map(re.escape, (SAVING, REPLACED, _LOCK)))})?")
 
 
+def place_of(path: str | os.PathLike[str] | None) -> str:
+    """Return a path as a string; FileNotFoundError for None, which `newest` returns."""
+    if path is None:
+        raise FileNotFoundError(
+            "there is no checkpoint at None, which fsdp.checkpoint.newest(folder) returns if there is no complete "
+            "checkpoint of fsdp.save(folder, ..., step=...). Begin at the first step instead, or check the folder."
+        )
+    return os.fspath(path)
+
+
 def found(path: str | os.PathLike[str]) -> str | None:
     """Return the complete checkpoint at a path: the folder, or a folder that a killed save has left there, or None."""
     place = os.path.realpath(path)

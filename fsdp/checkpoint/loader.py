@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp.checkpoint.folder import found, step_of
+from fsdp.checkpoint.folder import found, place_of, step_of
 from fsdp.checkpoint.formats.source import FoundTensor, Source, TensorReader
 from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
@@ -247,7 +247,7 @@ def _planned(
 
 
 def _opened(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> Source:
-    place = os.fspath(path)
+    place = place_of(path)
     with reading(place):
         if found(place) is None and os.path.exists(place):
             other = _of_others(place, model, optimizer)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, crc32, of_tensor
-from fsdp.checkpoint.folder import MANIFEST, found, steps
+from fsdp.checkpoint.folder import MANIFEST, found, place_of, steps
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import check_rest
@@ -247,9 +247,10 @@ def examine_ours(
 
 def complete(path: str | os.PathLike[str]) -> str:
     """Return the folder of the checkpoint that is meant by a path; FileNotFoundError if there is none."""
-    folder = found(path)
+    place = place_of(path)
+    folder = found(place)
     if folder is None:
-        raise FileNotFoundError(f"{os.fspath(path)} is no complete checkpoint: {_what_is_there(os.fspath(path))}")
+        raise FileNotFoundError(f"{place} is no complete checkpoint: {_what_is_there(place)}")
     return folder
 
 

@@ -22,6 +22,7 @@ NAMES = "param_names"
 # The keys that a full state by numbers adds to an optimizer's dictionary: two FairScale keys, and names.
 ADDED = ("param_id_map", "uncollected_local_ids", NAMES)
 OWN_KEYS = ("state", "param_groups", SHARDS_OF, *ADDED)
+_FROM_FIRST = ". If only the first rank has it, every rank calls load_full_optim_state_dict(..., rank0_only=True)"
 
 
 def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +50,9 @@ def _goes_by_names(full: Any) -> bool:
     """Return True if parameters go by names in a full optimizer state, False for numbers; else raise TypeError."""
     if not isinstance(full, Mapping) or not {"state", "param_groups"} <= full.keys():
         found = f"a mapping with {sorted(map(str, full))}" if isinstance(full, Mapping) else f"a {type(full).__name__}"
-        raise TypeError(f"a full optimizer state has the keys 'state' and 'param_groups'; got {found}")
+        raise TypeError(
+            f"a full optimizer state has the keys 'state' and 'param_groups'; got {found}{_FROM_FIRST * (full is None)}"
+        )
     if not isinstance(full["state"], Mapping) or not all(isinstance(each, Mapping) for each in full["state"].values()):
         raise TypeError("in a full optimizer state, 'state' is a mapping with a mapping for each parameter")
     groups = full["param_groups"]

@@ -456,6 +456,14 @@ def _load_different(folder: Path) -> None:
         fsdp.load(folder / f"run{dist.get_rank()}", nested_mlp(fully_sharded()))
 
 
+def test_a_folder_without_checkpoints_has_no_newest_to_load(tmp_path: Path) -> None:
+    message = r"no checkpoint at None, which fsdp\.checkpoint\.newest\(folder\) returns"
+    with pytest.raises(FileNotFoundError, match=message):
+        fsdp.load(fsdp.checkpoint.newest(tmp_path), nested_mlp())
+    with pytest.raises(FileNotFoundError, match=message):
+        fsdp.checkpoint.values(fsdp.checkpoint.newest(tmp_path))
+
+
 def test_a_rank_without_the_checkpoint_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
     fsdp.save(tmp_path / "run", nested_mlp())
     ranks(3).run(_load_nowhere, tmp_path)
@@ -471,7 +479,7 @@ def _load_nowhere(folder: Path) -> None:
 def test_a_rank_without_a_path_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     saved: Any = fsdp.save(tmp_path / "run", model).path
-    with pytest.raises((TypeError, fsdp.OtherRankError), match="NoneType"):
+    with pytest.raises((FileNotFoundError, fsdp.OtherRankError), match="no checkpoint at None"):
         fsdp.load(None if dist.get_rank() == 1 else saved, model)
 
 

@@ -176,6 +176,9 @@ def test_a_rank_that_cannot_load_tells_the_others() -> None:
         optim_utils.load_full_optim_state_dict(model, optimizer, given)
     with pytest.raises((TypeError, RuntimeError), match="got a NoneType"):
         optim_utils.load_full_optim_state_dict(model, optimizer, None, rank0_only=True)
+    given = full if dist.get_rank() == 0 else None
+    with pytest.raises((TypeError, RuntimeError), match=r"got a NoneType\. If only the first rank .*rank0_only=True"):
+        optim_utils.load_full_optim_state_dict(model, optimizer, given)
     with pytest.raises(RuntimeError, match="rank 0 has rank0_only=False and rank 1 has rank0_only=True"):
         optim_utils.load_full_optim_state_dict(model, optimizer, full, rank0_only=dist.get_rank() == 1)
 
