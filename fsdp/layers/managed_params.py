@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of, is_of_values
+from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name, join
@@ -288,6 +289,12 @@ def names_of(params: Sequence[nn.Parameter], places: Found) -> list[str]:
 
 def ddp_message(name: str) -> str:
     """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
+    if is_called_from("accelerate.accelerator"):
+        return (
+            f"accelerate would put {name}, which is sharded, into DistributedDataParallel. Use "
+            "fsdp.accelerate.Accelerator, or fsdp.transformers.Trainer instead of transformers.Trainer. Or call "
+            "prepare_model(model, evaluation_mode=True, device_placement=False)."
+        )
     return (
         f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
         "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "

@@ -415,6 +415,17 @@ def test_accelerates_own_sharding_is_refused() -> None:
             Accelerator.adopt(accelerator)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2, timeout=PATIENCE)
+def test_accelerates_own_accelerator_names_the_one_that_takes_sharded_models(form: str) -> None:
+    import accelerate
+
+    with as_launched():
+        accelerator, model = accelerate.Accelerator(), sharded("llama", form)
+        with pytest.raises(RuntimeError, match=r"Use fsdp\.accelerate\.Accelerator, .* fsdp\.transformers\.Trainer"):
+            accelerator.prepare(model)
+
+
 @on_ranks(2, timeout=PATIENCE)
 def test_an_adopted_accelerator_scales_losses_for_all_ranks() -> None:
     import accelerate
