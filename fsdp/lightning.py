@@ -88,6 +88,14 @@ _OURS = {
     "state_dict_on_rank_0_only": "checkpoints are gathered on the first rank",
     "no_broadcast_optim_state": "checkpoints hold all optimizer state",
 }
+# Arguments of Lightning's FSDPStrategy.
+_THEIRS = {
+    **dict.fromkeys(
+        ("activation_checkpointing", "activation_checkpointing_policy"), "call fsdp.checkpoint_wrapper(block)"
+    ),
+    **dict.fromkeys(("limit_all_gathers", "forward_prefetch", "backward_prefetch"), "leave it out"),
+    "device_mesh": "pass process_group",
+}
 _FOLDER = "fsdp_folder"  # key in the Trainer's checkpoint: the folder of the tensors
 _TRAINER = "lightning"  # key in the values of a folder: a torch.save of the Trainer's state
 _NAMES = "param_names"
@@ -546,6 +554,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
         if name in _OURS:
             raise ValueError(f"FullyShardedStrategy sets {name} of the wrappers itself: {_OURS[name]}")
+        if name in _THEIRS:
+            raise TypeError(f"FullyShardedStrategy has no {name}, which Lightning's FSDPStrategy has: {_THEIRS[name]}")
         if name not in known or name == "self":
             raise TypeError(
                 f"FullyShardedStrategy got {name!r}, which is neither an argument of its own nor one of "

@@ -22,6 +22,8 @@ def test_arguments_are_looked_at_when_they_are_given() -> None:
     make = lit.fsdp.lightning.FullyShardedStrategy
     for arguments, error, message in (
         ({"reshard": True}, TypeError, "'reshard', which is neither an argument of its own nor one of Fully"),
+        ({"device_mesh": (1, 1)}, TypeError, "no device_mesh, which Lightning's FSDPStrategy has: pass process_group"),
+        ({"activation_checkpointing_policy": {nn.Linear}}, TypeError, r"call fsdp\.checkpoint_wrapper"),
         ({"compute_device": "cpu"}, ValueError, "sets compute_device of the wrappers itself: it is the Trainer's"),
         ({"move_params_to_cpu": True}, ValueError, "say cpu_offload"),
         ({"min_num_params": 3, "auto_wrap_policy": {nn.Linear}}, ValueError, "min_num_params and auto_wrap_policy"),
