@@ -276,6 +276,9 @@ def test_what_all_ranks_change_makes_no_difference(tmp_path: Path, originals: bo
         model(torch.ones(2, 4)).sum().backward()
         if number % 3 == 0:
             model.clip_grad_norm_(0.1)
+        elif number == 7:
+            with model.summon_full_params(with_grads=True):
+                pass
         optimizer.step()
         with torch.no_grad():
             for param in model.parameters():

@@ -514,7 +514,8 @@ def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None])
             part, local = handle.flat_param.parts[slot], gradient.detach()
             local = local if part is None else part.to_local(handle.layout.slots[slot].name, local)
             handle.layout.shard_of(slot, local, shard, handle.comm.rank)
-    handle.storage.accept(handle.flat_param, shard)
+    # By `data`, which counts no writes: ranks write different numbers of parts, and compare how often they wrote.
+    handle.storage.accept(handle.flat_param, shard.data)
     handle.storage.copy_stream.settle()
     if handle.orig_params is not None:
         handle.orig_params.show_gradients([gradient is not None for gradient in gradients])
