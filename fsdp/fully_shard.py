@@ -36,7 +36,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in, units_of
 from fsdp.layers import on_demand
 from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
-from fsdp.layers.managed_params import Found, MakeFlatParam, ddp_message, group
+from fsdp.layers.managed_params import Found, MakeFlatParam, group, reader_message
 from fsdp.layers.module_overrides import unswapped
 from fsdp.layers.options import MixedPrecisionPolicy, OffloadPolicy, Options, is_offloaded, precision_of
 from fsdp.layers.shard_module import ALIGNED, refuse_fake_tensors, shard_module
@@ -376,7 +376,7 @@ class _RefusesDistributedDataParallel:
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self
-        raise RuntimeError(ddp_message(_of(module).name))
+        raise RuntimeError(reader_message(_of(module).name))
 
 
 class FSDPModule(_Base):

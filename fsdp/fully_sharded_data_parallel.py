@@ -34,7 +34,7 @@ from fsdp.fully_shard import FSDPModule
 from fsdp.layers import on_demand
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.layers.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
-from fsdp.layers.managed_params import GroupKey, ddp_message
+from fsdp.layers.managed_params import GroupKey, reader_message
 from fsdp.layers.options import PUBLIC, Options
 from fsdp.layers.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.layers.sharding_strategy import Groups, ProcessGroupName
@@ -775,8 +775,8 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Refuse `DistributedDataParallel`, which asks for this first."""
-        raise RuntimeError(ddp_message(self._unit.name))
+        """Refuse `DistributedDataParallel` and `torch.jit`, which ask for this first."""
+        raise RuntimeError(reader_message(self._unit.name))
 
     def _replicate_for_data_parallel(self) -> Any:
         refuse_data_parallel(self._unit.name, "the FullyShardedDataParallel itself")

@@ -287,14 +287,25 @@ def names_of(params: Sequence[nn.Parameter], places: Found) -> list[str]:
     return [places[param][0].fqn for param in params]
 
 
-def ddp_message(name: str) -> str:
-    """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
+def reader_message(name: str) -> str:
+    """Return the message for what reads the names that `DistributedDataParallel` is to ignore."""
+    # `torch.jit` reads all attributes of a module before it looks at parameters.
+    if is_called_from("torch.jit._trace") or is_called_from("torch.jit._script"):
+        return (
+            f"torch.jit has been given {name}, which is sharded: what it makes would contain the shards of this rank. "
+            "Save the model by fsdp.save, load it into the plain model by fsdp.load, and give torch.jit that."
+        )
     if is_called_from("accelerate.accelerator"):
         return (
             f"accelerate would put {name}, which is sharded, into DistributedDataParallel. Use "
             "fsdp.accelerate.Accelerator, or fsdp.transformers.Trainer instead of transformers.Trainer. Or call "
             "prepare_model(model, evaluation_mode=True, device_placement=False)."
         )
+    return ddp_message(name)
+
+
+def ddp_message(name: str) -> str:
+    """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
     return (
         f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
         "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "

@@ -1,4 +1,4 @@
-"""What else spreads a model over devices takes no sharded one: it would overwrite shards with each other."""
+"""What else spreads or copies a model takes no sharded one: it would overwrite shards with each other, or keep them."""
 
 from __future__ import annotations
 
@@ -84,3 +84,14 @@ def test_replicas_of_what_is_sharded_are_refused() -> None:
     for model in (nested_mlp(fully_sharded()), fsdp.fully_shard(nested_mlp(keep))):
         with pytest.raises(RuntimeError, match=r"DataParallel has been given .*NestedMlp.*one process for each device"):
             model._replicate_for_data_parallel()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@on_ranks(2)
+def test_what_torch_jit_would_make_of_shards_is_refused() -> None:
+    for model in (nested_mlp(fully_sharded()), fsdp.fully_shard(nested_mlp(keep))):
+        for make in (torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 5))):
+            for given in (model, nn.Sequential(model)):
+                with pytest.raises(RuntimeError, match=r"torch.jit has been given .*load it into the plain model by"):
+                    make(given)
+        model(torch.ones(2, 5)).sum().backward()
