@@ -3,8 +3,9 @@
 [Note: protocol] Each rank connects to the receiving process, which listens. A message is a header (magic number, kind,
 CRC-32 and length of the content) and its content. Both sides prove with a challenge that they have the same secret,
 which is never sent. Then rank 0 sends the plan of the stream, and the other ranks their numbers. After the receiver has
-accepted the stream of all ranks, each rank sends its part of each bucket. In the end the receiver confirms that it has
-consumed all buckets. Contents are JSON or bytes of tensors; no code is loaded. Links are not encrypted.
+accepted the stream of all ranks, each rank sends its part of each bucket, and the receiver confirms each part. In the
+end the receiver confirms that it has consumed all buckets. Contents are JSON or bytes of tensors; no code is loaded.
+Links are not encrypted.
 
 For shared memory, the messages use a local socket, and the parts are in anonymous memory of the sending rank, whose
 descriptor is sent with a message. The system frees the memory when both processes have closed it or have ended,
@@ -32,12 +33,13 @@ from fsdp.checkpoint.checksums import crc32
 from fsdp.weights.plan import WeightPlan
 from fsdp.weights.sinks import Sink
 
-_VERSION = 1  # of the protocol
+_VERSION = 2  # of the protocol
 _MAGIC = b"fsdw"
 _HEAD = struct.Struct("<4sBIQ")
 _PEER = struct.Struct("3i")  # of a local socket: the process, the user and the group at its other end
 _NONCE_BYTES = 16
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+_LEAD = 16  # parts that a socket may hold before the receiver has taken them
 _SHORT = 1 << 12  # bytes of a content that is sent together with its header
 _MAX_TEXT = 1 << 28  # bytes of a message that is no part of a bucket
 
@@ -73,7 +75,7 @@ class Link:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._memory: mmap.mmap | None = None  # shared with the process at the other end
-        self._is_full = False  # the receiver has not yet taken the last part from this memory
+        self._sent = 0  # parts that the receiver has not yet taken
 
     def set_peer(self, peer: str, timeout: float) -> None:
         """Change the description of the other end, and the number of seconds to wait for it."""
@@ -197,18 +199,19 @@ class Link:
         """Send a part of a bucket, after the receiver has taken the previous part from shared memory."""
         memory = part.numpy().data
         if self._memory is None:
+            self.settle(_LEAD - 1)
             self.send(Kind.PART, memory)
         else:
             self.settle()
             self._memory[: len(memory)] = memory
             self.send_json(Kind.PART, len(memory))
-            self._is_full = True
+        self._sent += 1
 
-    def settle(self) -> None:
-        """Wait until the receiver has taken the last part from shared memory."""
-        if self._is_full:
+    def settle(self, most: int = 0) -> None:
+        """Wait until the receiver has taken all parts but `most`. The timeout begins anew with each part."""
+        while self._sent > most:
             self.receive(Kind.TAKEN)
-            self._is_full = False
+            self._sent -= 1
 
     def receive_part(self, into: Tensor) -> Tensor:
         """Return a part of a bucket: the beginning of `into`, or shared memory that is used until `taken` is called."""
@@ -220,8 +223,7 @@ class Link:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes) if nbytes else _EMPTY
 
     def taken(self) -> None:
-        if self._memory is not None:
-            self.send(Kind.TAKEN)
+        self.send(Kind.TAKEN)
 
     def end(self, text: str = "") -> None:
         """Close the connection; the other end raises an error with the text, if there is one."""
@@ -323,7 +325,7 @@ class SocketSink(Sink):
     Args:
         address: ``host:port``.
         secret: the secret of the receiving process, which is not sent.
-        timeout: the number of seconds to wait until the receiver has taken a part, or has consumed the last bucket.
+        timeout: the number of seconds to wait until the receiver has taken a further part, or consumed the last bucket.
         connect_timeout: the number of seconds to wait until the receiver listens; None stands for `timeout`.
 
     Raises:

@@ -69,6 +69,21 @@ def test_a_receiver_that_reads_slowly_is_waited_for_as_long_as_it_reads() -> Non
 
 
 @on_ranks(2)
+def test_an_engine_that_consumes_slowly_is_waited_for_as_long_as_it_consumes() -> None:
+    def consume_slowly(update: Any) -> int:
+        return len([time.sleep(0.15) for _ in update.buckets()])
+
+    model = fsdp.FullyShardedDataParallel(nn.Linear(4, 23))
+    with engine("socket", consume_slowly) as (address, engine_here):
+        plan = fsdp.stream_weights(
+            model, sink_to(address, timeout=2.0), bucket_bytes=16
+        )  # all of it fits in the socket
+        assert len(plan.buckets) * 0.15 > 3.5
+        if engine_here is not None:
+            assert engine_here.result() == len(plan.buckets)
+
+
+@on_ranks(2)
 def test_a_wrong_secret_is_an_error_on_every_rank() -> None:
     model, rank = MODELS["flat"](1), dist.get_rank()
     with engine("socket") as (address, engine_here):
