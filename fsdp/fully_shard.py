@@ -35,7 +35,7 @@ from fsdp.engine.runtime import Runtime, runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in, units_of
 from fsdp.layers import on_demand
-from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
+from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, refuse_torchs_units, replicated_in
 from fsdp.layers.managed_params import Found, MakeFlatParam, group, reader_message
 from fsdp.layers.module_overrides import unswapped
 from fsdp.layers.options import MixedPrecisionPolicy, OffloadPolicy, Options, is_offloaded, precision_of
@@ -332,6 +332,7 @@ def _check_module(module: Any) -> None:
     wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
+    refuse_torchs_units(module)
     refuse_fake_tensors(module)
 
 

@@ -351,10 +351,11 @@ class Presentation:
             RuntimeError: if the parameter is sharded. In its unit's forward it may be deleted, for that forward alone.
         """
         slot = self._numbers.get((module, name))
-        if slot is not None and self.look is not Look.COMPUTING and not self.is_exposed:
+        if self.look is not Look.COMPUTING and not self.is_exposed:
             raise RuntimeError(
                 f"'{name}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
-                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding."
+                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding; and "
+                "leave out torch's FullyShardedDataParallel around a sharded model, which flattens parameters again."
             )
         module.__dict__.pop(name, None)
         if slot is not None:

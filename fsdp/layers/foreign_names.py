@@ -169,6 +169,23 @@ def note_fully_sharded(module: nn.Module) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
+_TORCHS = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel"}  # functions by classes
+
+
+def refuse_torchs_units(module: nn.Module) -> None:
+    """Raise ValueError for modules inside that torch's own fully sharded data parallelism has sharded."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    for name, inner in module.named_modules():
+        kinds = {kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.distributed.fsdp")}
+        for kind, function in _TORCHS.items():
+            if kind in kinds:
+                raise ValueError(
+                    f"'{name}' of this {type(module).__name__} is sharded by torch's {function}. Shard all modules of "
+                    f"a model by the same library: from fsdp import {function}"
+                )
+
+
 def refuse_data_parallel(name: str, instead: str) -> NoReturn:
     """Raise RuntimeError where `nn.DataParallel` asks a module for a replica."""
     raise RuntimeError(

@@ -30,6 +30,7 @@ from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_of
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.layers.foreign_names import refuse_torchs_units
 from fsdp.layers.managed_params import (
     Found,
     GroupKey,
@@ -252,6 +253,7 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any]) -> None:
             f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
             "model, or the wrapper"
         )
+    refuse_torchs_units(module)
     refuse_fake_tensors(module)
 
 

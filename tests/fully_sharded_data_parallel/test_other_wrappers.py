@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,6 +77,28 @@ def test_a_unit_that_distributed_data_parallel_ignores_trains_with_the_rest(form
                 param.grad = None
     with model.module.trunk.summon_full_params():
         assert_close(list(model.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*lists no parameters")
+@pytest.mark.parametrize("form", [FLAT, ORIGINAL])
+@on_ranks(2)
+def test_torchs_wrapper_around_what_is_sharded_is_refused(form: dict[str, Any]) -> None:
+    model = nested_mlp(fully_sharded(**form))
+    with pytest.raises(RuntimeError, match=r"is sharded.*leave out torch's FullyShardedDataParallel around"):
+        torchs.FullyShardedDataParallel(model, device_id=torch.device("cpu"), **form)
+
+
+@pytest.mark.parametrize("by", ["FullyShardedDataParallel", "fully_shard"])
+@on_ranks(2)
+def test_what_torch_has_sharded_is_refused_inside(by: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if by == "fully_shard":
+        torchs.fully_shard(model[0])
+    else:
+        model[0] = torchs.FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
+    for door in (fsdp.fully_shard, fsdp.FullyShardedDataParallel):
+        with pytest.raises(ValueError, match=rf"'0' of this Sequential is sharded by torch's {by}.*from fsdp"):
+            door(model)
 
 
 @on_ranks(2)
