@@ -297,7 +297,10 @@ LOADS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class Loads(RanksTestCase):
-    """Whatever the dictionary is, keys, errors and values are those of the plain module. An error changes nothing."""
+    """Whatever the dictionary is, keys, errors and values are those of the plain module. An error changes nothing.
+
+    The error of an empty one has a remedy behind, for ranks of which only the first has a state.
+    """
 
     @parameterized.expand([(name, strict) for name in LOADS for strict in (True, False)])
     def test_it_loads_as_the_plain_module_does(self, name: str, strict: bool) -> None:
@@ -306,8 +309,8 @@ class Loads(RanksTestCase):
 
 def _load_both(name: str, strict: bool) -> None:
     found, expected = (_outcome(zoo(wrap), name, strict) for wrap in (fully_sharded(), keep))
-    assert found[0] == expected[0]
     is_error = isinstance(found[0], list)
+    assert (found[0][: len(expected[0])] if is_error else found[0]) == expected[0]
     assert_same_state(found[1], zoo().state_dict() if is_error else expected[1])
 
 
