@@ -303,10 +303,11 @@ def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> Parke
     def stay() -> set[int]:
         return _mapped(root) | addresses(_parameters(root)) | addresses(_gradients(root))
 
-    for one in _records(root):
-        if one.steps is not None and one.steps.optimizer is optimizer:
-            one.steps.states.divide()
-            return one.steps
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        steps = getattr(hook, "__self__", None)
+        if isinstance(steps, ParkedSteps):
+            steps.states.divide()
+            return steps
     return ParkedSteps(optimizer, UnitStates(root, optimizer, start), root.device, check, stay)
 
 

@@ -225,6 +225,28 @@ def test_state_that_is_parked_by_two_calls_is_stepped_and_each_context_brings_ba
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
 
+@pytest.mark.parametrize("kind", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_the_optimizer_of_two_models_is_stepped_while_it_is_parked_with_both(kind: str, tmp_path: Path) -> None:
+    def train(parks: bool) -> Any:
+        models = [talk(KINDS[kind][0], seed) for seed in (0, 1)]
+        optimizer = adamw(param for model in models for param in model.parameters())
+        for model in models if parks else ():
+            fsdp.park(model, optimizer, to=tmp_path, parts=["optimizer"])
+        for step in range(3):
+            for model in models:
+                backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not parks or nbytes_of(tensors_of(optimizer)) == 0
+            if parks and step == 1:
+                fsdp.unpark(models[0])  # the other one takes over
+        fsdp.unpark(models[1])
+        return [*map(full_state, models)], optimizer.state_dict()["state"]
+
+    assert_same(train(parks=True), train(parks=False))
+
+
 @on_ranks(2)
 def test_a_step_while_gradients_are_parked_is_an_error_that_names_them(tmp_path: Path) -> None:
     model = talk(flat)
