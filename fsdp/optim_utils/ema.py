@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.runtime import runtimes
-from fsdp.engine.unit import unit_of_wrapper
+from fsdp.engine.unit import unit_of_wrapper, units_of
 from fsdp.layers.deferred_init import require_values
 
 
@@ -47,9 +47,10 @@ class EMA(AveragedModel):
 
         Raises:
             ValueError: if `model` has different parameters than the copied model, or was cast since.
-            RuntimeError: inside `fsdp.join` without ``after_step``: finished ranks would not update.
+            RuntimeError: if the average or `model` is parked; inside `fsdp.join` without ``after_step``: finished ranks
+                would not update.
         """
-        self._pairs(model)
+        self._pairs(model, "EMA.update_parameters()")
         unit = unit_of_wrapper(model)
         uneven = [each.participation for each in runtimes() if each.root is unit and each.participation is not None]
         if not all(participation.repeats_steps for participation in uneven):
@@ -76,10 +77,11 @@ class EMA(AveragedModel):
 
         Raises:
             ValueError: if `model` has different parameters than the copied model, or was cast since.
+            RuntimeError: if the average or `model` is parked.
         """
         exchanged: list[tuple[Tensor, Tensor]] = []
         try:
-            for pair in self._pairs(model):
+            for pair in self._pairs(model, "EMA.applied_to()"):
                 _exchange(*pair)
                 exchanged.append(pair)
             yield
@@ -87,13 +89,16 @@ class EMA(AveragedModel):
             for pair in exchanged:
                 _exchange(*pair)
 
-    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, model: nn.Module, what: str) -> list[tuple[Tensor, Tensor]]:
         ours, theirs = (list(_plain_parent(each).parameters()) for each in (self.module, model))
         if [(average.shape, average.dtype) for average in ours] != [(param.shape, param.dtype) for param in theirs]:
             raise ValueError(
                 f"this average is of another model: it has {len(ours)} parameters on this rank, the "
                 f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
             )
+        for unit in units_of([*self.module.modules(), *model.modules()]):
+            for handle in unit.owned_handles:
+                handle.storage.check(what)  # torch's update writes to detached tensors, which a parked model ignores
         return list(zip(ours, theirs, strict=True))
 
 

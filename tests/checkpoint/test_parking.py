@@ -186,6 +186,27 @@ def test_all_uses_of_a_parked_model_are_errors_that_name_the_remedy(kind: str, t
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_a_parked_average_is_neither_updated_nor_applied(kind: str, tmp_path: Path) -> None:
+    model = talk(KINDS[kind][0])
+    ema = fsdp.EMA(model, 0.5)
+    ema.update_parameters(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    own, average = full_state(model), full_state(ema.module)
+    for parked in (ema.module, model):
+        with fsdp.parked(parked, to=tmp_path):
+            with pytest.raises(RuntimeError, match=r"EMA.update_parameters\(\): the parameters of .* are parked"):
+                ema.update_parameters(model)
+            with pytest.raises(RuntimeError, match=r"EMA.applied_to\(\): the .* parked"), ema.applied_to(model):
+                pass
+        assert_same_state(full_state(model), own)
+        assert_same_state(full_state(ema.module), average)
+    assert int(ema.n_averaged) == 1
+
+
 @on_ranks(2)
 def test_parts_are_parked_alone(tmp_path: Path) -> None:
     model = talk(flat)
