@@ -107,9 +107,14 @@ class ParkedTensors:
         self._sizes = [storage.nbytes() for _, _, storage in self._storages.values()]
 
     def copy(self) -> None:
-        """Copy all storages; their memory is still there."""
+        """Copy all storages; their memory is still there. After an error, the tensors are forgotten: none is parked."""
         if self._storages:
-            copies = self._copies.keep([*self._storages.values()])
+            try:
+                copies = self._copies.keep([*self._storages.values()])
+            except BaseException:
+                self.show()
+                self._copies.close()
+                raise
             self._copied = dict(zip(self._storages, copies, strict=True))
 
     def free(self) -> None:
@@ -196,7 +201,7 @@ class FileCopies:
             raise
         finally:
             os.close(fd)
-        _remove(before)
+            _remove(before)
         spans = [(storage.nbytes(), file.begins[name]) for name, _, storage in named]
         return [
             torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=begin).untyped_storage()

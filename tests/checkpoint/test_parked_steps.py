@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
+from fsdp.checkpoint import parked_tensors
 from fsdp.checkpoint.parked_tensors import Guard
 from tests.checkpoint.test_parking import KINDS, local, nbytes_of
 from tests.helpers.equality import assert_same, assert_same_state
@@ -207,6 +211,30 @@ def test_after_a_step_that_fails_nothing_is_lost_and_training_goes_on(kind: str,
     fsdp.unpark(model)
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     assert not [*tmp_path.glob(f"parked-rank-{dist.get_rank()}-*")]
+
+
+@pytest.mark.parametrize("kind", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_state_that_cannot_be_parked_again_after_a_step_stays_in_memory(kind: str, tmp_path: Path) -> None:
+    model, twin = talk(KINDS[kind][0]), talk(KINDS[kind][0])
+    optimizer, expected = adamw(model.parameters()), adamw(twin.parameters())
+    folder = tmp_path / f"{dist.get_rank()}"
+    with fsdp.parked(model, optimizer, to=folder, parts=["optimizer"]):
+        for step in range(3):
+            for each, its in ((model, optimizer), (twin, expected)):
+                backward(each, step)
+                full = mock.patch.object(parked_tensors, "write_at", side_effect=OSError(errno.ENOSPC, "full"))
+                fails = step == 1 and its is optimizer
+                with full if fails else nullcontext(), pytest.raises(OSError, match="full") if fails else nullcontext():
+                    its.step()
+                its.zero_grad()
+            if step == 1:  # the first unit was updated
+                assert nbytes_of(tensors_of(optimizer)) > 0
+                twin.load_state_dict(model.state_dict())
+                expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert not [*folder.iterdir()]
+    assert_same(full_state(model), full_state(twin))
+    assert_same(optimizer.state_dict()["state"], expected.state_dict()["state"])
 
 
 @on_ranks(2)
