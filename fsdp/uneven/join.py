@@ -120,6 +120,9 @@ class Joining:
         self._visits.joining, self._visits.running_ranks = self.perform, 0
         self._visits.has_after_step = self._after_step is not None
         for number, optimizer in enumerate(self._optimizers):
+            first: Any = optimizer.register_step_pre_hook(_refuse_closure)
+            first.hooks_dict_ref().move_to_end(first.id, last=False)  # a parked optimizer's hook adds a closure
+            self._undo.append(first.remove)
             hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
             self._undo.append(hook.remove)
             self._announce_before(optimizer, number)
@@ -147,11 +150,6 @@ class Joining:
 
     @uncompiled
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise NotImplementedError(
-                "fsdp.join: optimizer.step(closure) runs additional forwards, which ranks that have finished do not "
-                "join. Call backward first, and then step() without a closure."
-            )
         if self._visits.tell(Message(Kind.STEP, number)):
             self._share_options(pickle.dumps(_options(optimizer)))
 
@@ -200,3 +198,11 @@ class Joining:
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
+        raise NotImplementedError(
+            "fsdp.join: optimizer.step(closure) runs additional forwards, which ranks that have finished do not "
+            "join. Call backward first, and then step() without a closure."
+        )

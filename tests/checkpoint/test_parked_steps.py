@@ -275,6 +275,25 @@ def test_the_optimizer_of_two_models_is_stepped_while_it_is_parked_with_both(kin
     assert_same(train(parks=True), train(parks=False))
 
 
+@pytest.mark.parametrize("kind", ["flat", "orig"])
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_batches_step_a_parked_optimizer(kind: str, tmp_path: Path) -> None:
+    def train(parks: bool) -> Any:
+        model = talk(KINDS[kind][0])
+        optimizer = adamw(model.parameters())
+        if parks:
+            fsdp.park(model, optimizer, to=tmp_path, parts=["optimizer"])
+        with fsdp.join(model, optimizer):
+            for step in range(1 + 2 * dist.get_rank()):
+                backward(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        fsdp.unpark(model)
+        return full_state(model), optimizer.state_dict()["state"]
+
+    assert_same(train(parks=True), train(parks=False))
+
+
 @on_ranks(2)
 def test_a_step_while_gradients_are_parked_is_an_error_that_names_them(tmp_path: Path) -> None:
     model = talk(flat)
