@@ -173,13 +173,13 @@ _TORCHS = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullySharde
 
 
 def refuse_torchs_units(module: nn.Module) -> None:
-    """Raise ValueError for modules inside that torch's own fully sharded data parallelism has sharded."""
+    """Raise ValueError for modules inside that torch has sharded; those of its composable `replicate` may stay."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for name, inner in module.named_modules():
         kinds = {kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.distributed.fsdp")}
         for kind, function in _TORCHS.items():
-            if kind in kinds:
+            if kind in kinds and inner not in replicated_in(module):
                 raise ValueError(
                     f"'{name}' of this {type(module).__name__} is sharded by torch's {function}. Shard all modules of "
                     f"a model by the same library: from fsdp import {function}"
