@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdp.checkpoint.parked_tensors import Named, addresses
 from fsdp.engine.handle import FlatParamHandle
@@ -72,7 +73,9 @@ class UnitStates:
                 yield from ((f"{self._start}{place}.param", param) for place, param in enumerate(self._listed))
             fields += [("other", held) for param, held in state.items() if id(param) not in self._numbers]
             for place, group in enumerate(self._optimizer.param_groups):
-                fields.append((f"group {place}", {key: value for key, value in group.items() if key != "params"}))
+                options = {key: tensors_in(value) for key, value in group.items() if key != "params"}
+                # Numbers stay in memory: schedulers read and write them.
+                fields.append((f"group {place}", {key: [*filter(Tensor.dim, each)] for key, each in options.items()}))
         for name, held in fields:
             for key, value in held.items() if isinstance(held, dict) else [("state", held)]:
                 yield from ((f"{self._start}{name}.{key}", tensor) for tensor in tensors_in(value))

@@ -101,6 +101,28 @@ def test_steps_of_a_parked_optimizer_have_the_bits_of_other_steps_for_every_opti
     assert_same(found[2], expected[2])
 
 
+@pytest.mark.parametrize("parts", [None, ["optimizer"]])
+@on_ranks(2)
+def test_a_scheduler_changes_the_learning_rate_of_a_parked_optimizer(parts: list[str] | None, tmp_path: Path) -> None:
+    def trained(folder: Path | None) -> Any:
+        model = talk(flat)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(3):
+            backward(model, step)
+            if folder is not None and parts:
+                fsdp.park(model, optimizer, to=folder, parts=parts)
+            optimizer.step()
+            if folder is not None:
+                fsdp.park(model, optimizer, to=folder, parts=parts)
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 2 ** (step + 1))
+            fsdp.unpark(model)
+        return full_state(model)
+
+    assert_same_state(trained(tmp_path), trained(None))
+
+
 @contextmanager
 def steps_seen(seen: Callable[[], Any]) -> Iterator[list[Any]]:
     """What is seen whenever torch's step has updated some parameters."""

@@ -337,7 +337,7 @@ class _Nested:
 
 class _Unusual(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": torch.tensor(0.5)})
+        super().__init__(params, {"scales": torch.tensor([0.5, 0.5])})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -362,7 +362,7 @@ def test_state_is_found_wherever_it_is_nested_and_keeps_its_aliases(tmp_path: Pa
                 with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
                     nested = [state["nested"].factors for state in optimizer.state.values()]
                     assert nbytes_of([*(each[0][0] for each in nested), *(each[1]["a"] for each in nested)]) == 0
-                    assert nbytes_of([optimizer.param_groups[0]["lr"]]) == 0
+                    assert nbytes_of([optimizer.param_groups[0]["scales"]]) == 0
         return full_state(model)
 
     assert_same_state(train(is_parked=True), train(is_parked=False))
