@@ -210,7 +210,7 @@ def load_full(
             with unswapped():
                 return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
         except Exception as error:
-            explain(error, unit.module, state_dict)
+            explain(error, unit.module, state_dict, _problem_of_wrapper)
             raise
 
     form = LoadPass(read=_agree_to_read(unit, wrapper), source=source)
@@ -511,11 +511,16 @@ def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
     return copied
 
 
-def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
+def explain(
+    error: Exception,
+    plain: Any,
+    state_dict: Mapping[str, Any],
+    problem_of: Callable[[Mapping[str, Any]], str] = wrapped_problem,
+) -> None:
     """Add a remedy to an error of loading into a module (`plain`), where the state tells what has led to it."""
     if not isinstance(error, RuntimeError):
         return
-    problem = _torchs_problem(state_dict) or wrapped_problem(state_dict)
+    problem = problem_of(state_dict)
     if not problem and (front := foreign_prefix(state_dict, partial(hasattr, plain))):
         remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
         problem = prefix_problem(front, remedy)
@@ -523,8 +528,8 @@ def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None
         error.args = (f"{error}\n\t{problem}",)
 
 
-def _torchs_problem(state_dict: Mapping[str, Any]) -> str:
-    """Return the error message for what torch's ``set_model_state_dict`` passes, by the names of `parameters()`."""
+def _problem_of_wrapper(state_dict: Mapping[str, Any]) -> str:
+    """Return as `wrapped_problem`, also for what torch's ``set_model_state_dict`` passes to a wrapper."""
     if not state_dict:
         return (
             "the state dict is empty on this rank. If only the first rank has it, call "
@@ -532,7 +537,7 @@ def _torchs_problem(state_dict: Mapping[str, Any]) -> str:
             "set_model_state_dict(broadcast_from_rank0=True)"
         )
     if (listed := next((key for key, value in state_dict.items() if isinstance(value, FlatParameter)), None)) is None:
-        return ""
+        return wrapped_problem(state_dict)
     return (
         f"{listed!r} is this rank's shard, which torch's set_model_state_dict(full_state_dict=True) has added by the "
         "names of parameters(): flat parameters need model.load_state_dict(state_dict), or use_orig_params=True"

@@ -82,6 +82,13 @@ def test_torchs_set_model_state_dict_loads_or_names_what_does(form: str) -> None
     torch.testing.assert_close(model.state_dict(), OrderedDict(expected))
 
 
+@on_ranks(2)
+def test_an_empty_state_dict_under_fully_shard_names_no_argument_of_the_wrapper() -> None:
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        sharded("fully_shard").load_state_dict({})
+    assert "rank0_only" not in str(caught.value)
+
+
 @every_form
 @on_ranks(2)
 def test_a_state_dict_of_a_wrapped_model_says_how_it_is_loaded(form: str) -> None:
