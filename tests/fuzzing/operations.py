@@ -6,7 +6,7 @@ import copy
 import pickle
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -100,14 +100,7 @@ def toggle(pair: Pair) -> None:
                     (loss * share).backward()
         return sum(losses).detach()
 
-    found = run(pair.sharded, dist.get_rank(), 1.0)
-    for rank in range(pair.case.world_size):
-        pair.plain.train(rank == dist.get_rank())
-        expected = run(pair.plain, rank, 1.0 / pair.case.world_size)
-        if rank == dist.get_rank():
-            pair.same("loss", found, expected)
-    pair.plain.train()
-    pair.end_step()
+    _step_by(pair, run)
 
 
 def backward_again(pair: Pair) -> None:
@@ -357,14 +350,7 @@ def gradient_penalty(pair: Pair) -> None:
         (loss * share).backward()
         return loss.detach()
 
-    found = run(pair.sharded, dist.get_rank(), 1.0)
-    for rank in range(pair.case.world_size):
-        pair.plain.train(rank == dist.get_rank())
-        expected = run(pair.plain, rank, 1.0 / pair.case.world_size)
-        if rank == dist.get_rank():
-            pair.same("loss", found, expected)
-    pair.plain.train()
-    pair.end_step()
+    _step_by(pair, run)
 
 
 def evaluate_between(pair: Pair) -> None:
@@ -546,6 +532,18 @@ def pickle_model(pair: Pair) -> None:
         wrapper.process_group = dist.group.WORLD
     pair.plain = copy.deepcopy(pair.plain)
     pair.renew_optimizers()
+
+
+def _step_by(pair: Pair, run: Callable[[Any, int, float], Tensor]) -> None:
+    """A step with the gradients of both models by `run`, which gets a model, a rank and the share of its loss."""
+    found = run(pair.sharded, dist.get_rank(), 1.0)
+    for rank in range(pair.case.world_size):
+        pair.plain.train(rank == dist.get_rank())
+        expected = run(pair.plain, rank, 1.0 / pair.case.world_size)
+        if rank == dist.get_rank():
+            pair.same("loss", found, expected)
+    pair.plain.train()
+    pair.end_step()
 
 
 @contextmanager
