@@ -39,6 +39,8 @@ from fsdp.engine.originals import is_ours, note_stale
 from fsdp.engine.placeholder import ValuelessParameter
 from fsdp.engine.unsharded_params import UnshardedParameters
 
+_TO_EXPORT = "For torch.export, load the model's checkpoint into the unsharded model."
+
 _put = dict.__setitem__  # in a `Listing`, without a record
 
 # The presentations that show lent tensors.
@@ -325,7 +327,7 @@ class Presentation:
                     f"'{name}' of {type(module).__name__} is a flat parameter, made of many: nothing can be put in its "
                     "place. Assign unsharded tensors to the original parameters, or pass them to "
                     "torch.func.functional_call under those names; or change values inside "
-                    "`with model.summon_full_params():`."
+                    f"`with model.summon_full_params():`. {_TO_EXPORT}"
                 )
             return value
         self.touched |= {slot}
@@ -376,7 +378,7 @@ class Presentation:
                 f"{self._places[slot][0].fqn} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
                 "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
                 f"{tuple(leaf.shape)} under the original parameter's name. Unsharded models list such: inside "
-                "summon_full_params(), or after unshard() under fully_shard."
+                f"summon_full_params(), or after unshard() under fully_shard. {_TO_EXPORT}"
             )
         return tensor.to(leaf.dtype) if tensor.dtype == self._own_dtype else tensor
 

@@ -274,3 +274,12 @@ def test_functional_call_refuses_parts_of_parameters(kind: str) -> None:
     model(_inputs())
     for mine, was in zip(_values(model), before, strict=True):
         torch.testing.assert_close(mine, was)
+
+
+@pytest.mark.parametrize("kind", ["flat", "pieces", "rows"])
+@on_ranks(2)
+def test_torch_export_is_refused_with_the_model_to_export_instead(kind: str) -> None:
+    model = _wrapped(Net(), kind)
+    with pytest.raises(RuntimeError, match=r"For torch.export, load the model's checkpoint into the unsharded model"):
+        torch.export.export(model, (_inputs(),))
+    assert model(_inputs()).isfinite().all()
