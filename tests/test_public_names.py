@@ -9,7 +9,14 @@ import pytest
 
 import fsdp
 
-MODULES = ("checkpoint", "optim_utils", "state_dict_utils")
+MODULES = ("checkpoint", "optim_utils", "state_dict_utils", "weights")
+NAMES = {
+    "checkpoint": ("Saver", "load"),
+    "optim_utils": ("OwnedOptimizer", "full_optim_state_dict"),
+    "state_dict_utils": ("StateDictStager",),
+    "weights": ("SocketSink", "receive"),
+    "wrap": ("auto_wrap", "enable_wrap"),
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -17,6 +24,13 @@ def test_a_module_is_an_attribute_and_can_be_imported_from(name: str) -> None:
     module = importlib.import_module(f"fsdp.{name}")
     assert isinstance(module, ModuleType)
     assert getattr(fsdp, name) is module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_star_import_brings_the_names_of_a_module(name: str) -> None:
+    found: dict[str, object] = {}
+    exec(f"from fsdp.{name} import *", found)
+    assert set(NAMES[name]) <= set(found)
 
 
 def test_wrap_is_the_function_as_an_attribute_and_the_module_to_import_from() -> None:

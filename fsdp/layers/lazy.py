@@ -22,6 +22,8 @@ def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
     places |= {home.rpartition(".")[2]: (home, "") for home, names in homes.items() if not names}
 
     def load(name: str) -> Any:
+        if name == "__all__" and places:  # for `help`, and `from fsdp.weights import *`
+            return sorted(places)
         if name not in places:
             refuse_missing(package, name)
         home, attribute = places[name]

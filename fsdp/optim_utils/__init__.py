@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from fsdp.layers.lazy import lazily
 
 if TYPE_CHECKING:
-    from fsdp.optim_utils.full import rekey_optim_state_dict
-    from fsdp.optim_utils.gather import full_optim_state_dict, stream_optim_state
-    from fsdp.optim_utils.owned import OwnedOptimizer
-    from fsdp.optim_utils.scatter import load_full_optim_state_dict, shard_full_optim_state_dict
+    from fsdp.optim_utils.full import rekey_optim_state_dict as rekey_optim_state_dict
+    from fsdp.optim_utils.gather import full_optim_state_dict as full_optim_state_dict
+    from fsdp.optim_utils.gather import stream_optim_state as stream_optim_state
+    from fsdp.optim_utils.owned import OwnedOptimizer as OwnedOptimizer
+    from fsdp.optim_utils.scatter import load_full_optim_state_dict as load_full_optim_state_dict
+    from fsdp.optim_utils.scatter import shard_full_optim_state_dict as shard_full_optim_state_dict
 
 _HOMES = {
     "fsdp.optim_utils.full": "rekey_optim_state_dict",
@@ -23,12 +25,3 @@ _HOMES = {
     "fsdp.optim_utils.scatter": "load_full_optim_state_dict shard_full_optim_state_dict",
 }
 __getattr__, __dir__ = lazily(__name__, _HOMES)
-
-__all__ = [  # which `help` shows
-    "OwnedOptimizer",
-    "full_optim_state_dict",
-    "load_full_optim_state_dict",
-    "rekey_optim_state_dict",
-    "shard_full_optim_state_dict",
-    "stream_optim_state",
-]
