@@ -320,11 +320,18 @@ class ClosedConnectionError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """A collective that a thread of this rank waits in, the public call that it is in, and since when."""
+    """A collective that a thread of this rank waits in, the public call that it is in, since when, and its works."""
 
     what: str
     call: str
     since: float
+    works: Sequence[Any] = ()
+
+    @property
+    def awaits(self) -> list[int]:
+        """The ranks whose messages it waits for; none if they are unknown."""
+        senders = {getattr(work, "sender", None) for work in self.works}
+        return sorted(rank for rank in senders if rank is not None)
 
 
 # For the watchdog: by thread, what this rank waits in now, and when its last wait has ended; and how long waits of
@@ -354,7 +361,7 @@ def finish(works: Sequence[Any], what: str) -> None:
     """Wait for works of `torch.distributed`; raise an error, with the known cause, if any of them did not complete."""
     thread, since = threading.get_ident(), time.monotonic()
     beside = thread != _MAIN_THREAD and is_aside(thread)
-    waits[thread] = Wait(what, _call.get(), since)
+    waits[thread] = Wait(what, _call.get(), since, works)
     try:
         limit = _limit.get()
         for work in works:

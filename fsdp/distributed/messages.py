@@ -22,6 +22,7 @@ from fsdp.distributed.communicator import (
     behind,
     finish,
     made_once_for_groups,
+    ranks_of,
 )
 from fsdp.distributed.devices import HOST, host_bytes
 
@@ -78,13 +79,17 @@ class Receiving:
         """Delete the pending messages of a group with closed connections; they no longer arrive."""
         cls._under_way = {each for each in cls._under_way if behind(each._group) is not group}
 
+    @property
+    def sender(self) -> int | None:
+        """The number of the rank that sends it, in the default group; None if torch does not know it."""
+        ranks = ranks_of(self._group)
+        return ranks[self._peer] if ranks else None
+
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        group = behind(self._group)
-        if not isinstance(group, dist.ProcessGroup):
+        if (sender := self.sender) is None:
             return error
-        peer = dist.get_process_group_ranks(group)[self._peer]
-        text = f"nothing comes from rank {peer}: {error}"
-        return RuntimeError(text) if _LATE.search(text) else ClosedConnectionError(text, peer)
+        text = f"nothing comes from rank {sender}: {error}"
+        return RuntimeError(text) if _LATE.search(text) else ClosedConnectionError(text, sender)
 
 
 class Leaving:

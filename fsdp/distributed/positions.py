@@ -52,6 +52,7 @@ class Position:
 
     Attributes:
         waits_for: the collective that the rank waits in, of the library or of torch; None if it waits in none.
+        awaits: the ranks whose messages it waits for; none if they are unknown, as in torch's collectives.
         call: the public call that the rank is in; empty in forward and backward.
         seconds: the duration of the wait; 0 in a collective of torch.
         stack: the current lines of the user's code in the main thread, such as "train.py:12 in step", the outermost
@@ -62,6 +63,7 @@ class Position:
     """
 
     waits_for: str | None
+    awaits: Sequence[int]
     call: str
     seconds: float
     stack: Sequence[str]
@@ -78,6 +80,7 @@ class Position:
         call = "" if wait or is_aside else _call_of_torchs(stacks.get(thread, ()))
         return cls(
             waits_for=wait.what if wait else "a collective of torch" if call else None,
+            awaits=wait.awaits if wait else [],
             call=wait.call if wait else call,
             seconds=time.monotonic() - wait.since if wait else 0.0,
             stack=_places(stacks.get(thread, ())),
@@ -111,7 +114,7 @@ class Report:
         self._asker, self._answers = asker, answers
         self._came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
         self._wait = self._came[asker]
-        self._late = [rank for rank in answers if rank not in self._came or self._came[rank].waits_for is None]
+        self._late = _late(asker, answers)
 
     @property
     def is_due(self) -> bool:
@@ -142,7 +145,7 @@ def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
 
     came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
     waiting = {rank: each for rank, each in came.items() if each.waits_for is not None}
-    late = [rank for rank in answers if rank not in waiting]
+    late = _late(asker, answers)
     found = difference({rank: each.passes for rank, each in came.items()}, [asker, *waiting])
     found = found or _of_calls(waiting, not late) or _of_groups(asker, came, late)
     found = found[:1].upper() + found[1:]
@@ -155,6 +158,21 @@ def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
         remedy = _ARGUMENTS if call else _UNITS
         return f"The ranks wait for each other in different collectives{f' of {call}' if call else ''}. {remedy}"
     return "All wait for the same: the network is slow, or has lost something."
+
+
+def _late(asker: int, answers: Mapping[int, Position | str]) -> list[int]:
+    """Return the ranks that a rank waits for, itself or through other ranks, and that wait in no collective."""
+    seen, ahead = {asker}, [asker]
+    late = []
+    while ahead:
+        rank = ahead.pop()
+        each = answers.get(rank)
+        if isinstance(each, Position) and each.waits_for is not None:
+            ahead += {*(each.awaits or answers)} - seen
+            seen.update(ahead)
+        elif rank in answers:
+            late.append(rank)
+    return sorted(late)
 
 
 def _of_calls(waiting: Mapping[int, Position], are_all: bool) -> str:

@@ -291,6 +291,10 @@ class Reading:
         self._told = blank(_PLACE.size)
         self._arrival = Receiving(group, self._told, peer, number)
 
+    @property
+    def sender(self) -> int | None:
+        return self._arrival.sender
+
     def wait(self, *limit: timedelta) -> None:
         _as_bytes(self._into).copy_(self._arrived(*limit))
         self.give_back()

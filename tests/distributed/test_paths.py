@@ -292,7 +292,7 @@ ALL = [[0, 1, 2]]
 
 
 def at(waits_for: str | None = None, call: str = "", passes: Sequence[Pass] = (), **known: Any) -> Position:
-    usual: dict[str, Any] = {"seconds": 9.0, "stack": [], "occupation": None, "groups": ALL}
+    usual: dict[str, Any] = {"awaits": [], "seconds": 9.0, "stack": [], "occupation": None, "groups": ALL}
     return Position(**usual | {"waits_for": waits_for, "call": call, "passes": passes} | known)
 
 

@@ -79,6 +79,24 @@ def test_a_wait_that_lasts_is_reported_once_with_the_place_of_who_is_late(ranks:
     assert "Nothing has changed since the last report.\n" in "".join(printed)
 
 
+@pytest.mark.parametrize("width", [4, 256], ids=["by gloo", "in shared memory"])
+def test_ranks_that_nobody_waits_for_are_not_reported_as_late(ranks: RankPool, width: int) -> None:
+    printed = "".join(ranks(3).run(_be_late_in_a_group, width))
+    assert "  ranks 1-2: in no collective, at test_watchdog.py:" in printed
+    assert "The others wait for rank 1." in printed
+
+
+def _be_late_in_a_group(width: int) -> str:
+    groups = [dist.new_group(each) for each in ([0, 1], [2])]
+    model = FullyShardedDataParallel(nn.Linear(width, 4), process_group=groups[dist.get_rank() // 2])
+
+    def come() -> None:
+        time.sleep(LATE if dist.get_rank() else 0)
+        model(torch.ones(1, width))
+
+    return printed_while(come)
+
+
 def _be_late() -> str:
     model = trained_model()
     return printed_while(lambda: _come(model))
@@ -449,7 +467,16 @@ def test_nobody_is_answered_without_the_secret() -> None:
 
 def waiting(what: str, **known: Any) -> Position:
     return Position(
-        **{"waits_for": what, "call": "", "seconds": 20.0, "stack": [], "occupation": None, "passes": [], "groups": []}
+        **{
+            "waits_for": what,
+            "awaits": [],
+            "call": "",
+            "seconds": 20.0,
+            "stack": [],
+            "occupation": None,
+            "passes": [],
+            "groups": [],
+        }
         | known
     )
 
@@ -481,6 +508,16 @@ def test_a_report_is_due_unless_the_wait_is_over_or_all_that_are_late_are_busy()
     assert not Report(0, {0: waits, 1: waiting("all-gather of a", seconds=0.1)}).is_due, "it has just come"
     assert not Report(0, {0: waits, 1: busy}).is_due
     assert not Report(0, {0: late, 1: waits}).is_due
+
+
+def test_only_ranks_that_somebody_waits_for_are_late() -> None:
+    answers: dict[int, Position | str] = {0: waiting("all-gather of a", awaits=[1]), 1: elsewhere(), 2: elsewhere()}
+    assert str(Report(0, answers)).endswith("The others wait for rank 1.")
+    answers[1] = waiting("all-reduce of b", awaits=[3])  # which is late itself, because of rank 3
+    assert str(Report(0, {**answers, 3: elsewhere()})).endswith("The others wait for rank 3.")
+    assert not Report(0, {**answers, 3: elsewhere(occupation="compiling")}).is_due
+    answers[1] = waiting("a collective of torch")  # whose ranks are unknown
+    assert str(Report(0, answers)).endswith("The others wait for rank 2.")
 
 
 def test_ranks_that_all_wait_for_the_same_point_to_the_network() -> None:
