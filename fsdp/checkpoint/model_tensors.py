@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import Unit, outermost_units, own_modules, units_of
+from fsdp.layers.managed_params import is_packed
 from fsdp.layers.module_overrides import Conversions
 from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.layers.state_dict.sharded import is_apart
@@ -91,8 +93,7 @@ class SlotTensor:
         example = self.handle.flat_param.examples[self.slot]
         count = 0 if example is None else len(inner_of(example))
         text = self.description if self.packing is None else ""
-        text = text or (f"{count} inner tensors" if count > 1 else "")
-        return text if len(text) < _MAX_FORM else f"{text[:_MAX_FORM]}... ({hashlib.sha256(text.encode()).hexdigest()})"
+        return _in_header(text or (f"{count} inner tensors" if count > 1 else ""))
 
     @property
     def _form(self) -> Any:
@@ -149,8 +150,6 @@ class UnshardedTensor:
 
     handle: ClassVar[None] = None
     slot: ClassVar[int] = 0
-    description: ClassVar[str] = ""
-    form: ClassVar[str] = ""
 
     @property
     def tensor(self) -> Tensor:
@@ -159,11 +158,30 @@ class UnshardedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        return self.tensor.shape
+        return self.tensor.shape if self.packing is None else torch.Size([self.packing.nbytes])
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+        return self.tensor.dtype if self.packing is None else torch.uint8
+
+    @cached_property
+    def packing(self) -> Any:
+        """The packing of a frozen tensor of a quantised class, whose bytes are saved as if it was sharded, or None."""
+        if not is_packed(self.tensor, in_rows=True):
+            return None
+        from fsdp.layers.packing import Packing  # for quantised parameters
+
+        return Packing(self.names[0], self.tensor)
+
+    @property
+    def description(self) -> str:
+        """The class, dtypes and metadata of a tensor that is saved as bytes; empty for other tensors."""
+        return "" if self.packing is None else str(self.packing.description)
+
+    @property
+    def form(self) -> str:
+        """The form of a tensor that files contain as another tensor; empty for other tensors."""
+        return _in_header(self.description)
 
     @property
     def part(self) -> MeshPart | None:
@@ -175,6 +193,8 @@ class UnshardedTensor:
 
     @property
     def held(self) -> Held | None:
+        if self.packing is not None:
+            return Held(Box.whole(self.shape), 0, self.packing.nbytes, 0)
         part, local = self.part, local_part(self.tensor)
         if part is not None and not all(each.is_shard() or each.is_replicate() for each in part.placements):
             raise NotImplementedError(
@@ -186,6 +206,9 @@ class UnshardedTensor:
     def vector(self, name: str) -> Tensor:
         if self.tensor.is_meta:
             raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
+        if self.packing is not None:
+            packed: Tensor = self.packing.pack_form(self.tensor)
+            return packed
         return local_part(self.tensor).detach().reshape(-1)
 
     def fill(self, read: Callable[[Tensor], None]) -> None:
@@ -193,6 +216,11 @@ class UnshardedTensor:
             made = torch.empty_like(self.tensor, device=self.device)
             for entries, name in self.places:
                 entries[name] = made
+        if self.packing is not None:
+            packed = self.packing.pack_form(self.tensor)
+            read(packed)
+            self.packing.unpack_into(packed, self.tensor)
+            return
         local = local_part(self.tensor.detach())
         flat = local.contiguous().view(-1)
         read(flat)
@@ -203,6 +231,10 @@ class UnshardedTensor:
 
 Target = SlotTensor | UnshardedTensor
 _MAX_FORM = 1000  # characters
+
+
+def _in_header(form: str) -> str:
+    return form if len(form) < _MAX_FORM else f"{form[:_MAX_FORM]}... ({hashlib.sha256(form.encode()).hexdigest()})"
 
 
 def read_held(files: TensorReader, key: str, target: Target, into: Tensor) -> None:

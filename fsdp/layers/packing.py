@@ -43,10 +43,7 @@ class _Inner:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def fill(self, packed: Tensor, tensor: Tensor) -> None:
-        place = self.of(packed)
-        if self.dtype.itemsize == 1:  # torch cannot copy all dtypes of less than a byte
-            place, tensor = place.view(torch.uint8), tensor.view(torch.uint8)
-        place.copy_(tensor)
+        _copy(tensor, self.of(packed))
 
 
 @dataclass(frozen=True)
@@ -183,6 +180,11 @@ class Packing:
         except Exception as error:
             raise TypeError(f"{self.name}: {_UNFLATTEN} of {self.description} failed ({error!r}): {_REMEDY}") from error
 
+    def unpack_into(self, packed: Tensor, value: Tensor) -> None:
+        """Write bytes ``[nbytes]`` to the inner tensors of a value that has the form of the parameter for certain."""
+        for place, tensor in _inner_of(value, self._form):
+            _copy(place.of(packed), tensor)
+
     @property
     def description(self) -> str:
         """The form as text, the same on all ranks with the same form."""
@@ -196,6 +198,12 @@ _REMEDY = (
     "it cannot be sharded as bytes. Convert it to a tensor of plain inner tensors, or pass it in ignored_parameters "
     "(ignored_params of fully_shard)"
 )
+
+
+def _copy(source: Tensor, destination: Tensor) -> None:
+    if source.dtype.itemsize == 1:  # torch cannot copy all dtypes of less than a byte
+        source, destination = source.view(torch.uint8), destination.view(torch.uint8)
+    destination.copy_(source)
 
 
 def _inner_of(tensor: Any, form: _Outer | _Inner) -> Iterator[tuple[_Inner, Any]]:

@@ -200,6 +200,51 @@ def test_files_of_another_class_or_other_metadata_are_an_error(tmp_path: Path, f
     assert all(not param.any() for param in model.parameters() if param.requires_grad)
 
 
+def _held(model: nn.Sequential, form: str) -> Any:
+    """Return a model as it is, sharded, or sharded except its quantised weights."""
+    if form == "plain":
+        return model
+    bases = [param for param in model.parameters() if type(param) not in (Tensor, nn.Parameter)]
+    if form == "ignored rows":
+        return fully_shard(model, ignored_params=set(bases))
+    if form == "ignored":
+        return FullyShardedDataParallel(model, use_orig_params=True, ignored_parameters=bases)
+    return sharded(model, form)
+
+
+@parametrize_pairs(
+    kind=["two tensors", "nested", "torchao"],
+    source=["plain", "ignored", "ignored rows", "flat", "rows"],
+    target=["plain", "ignored", "ignored rows", "orig", "rows"],
+)
+@on_ranks(2)
+def test_a_checkpoint_of_quantised_weights_is_of_the_plain_model(
+    tmp_path: Path, kind: str, source: str, target: str
+) -> None:
+    if kind == "torchao":
+        pytest.importorskip("torchao")
+    plain, model, again = quantised(kind), _held(quantised(kind), source), quantised(kind)
+    fsdp.save(tmp_path / "saved", model)
+    with torch.no_grad():
+        for param in again.parameters():
+            inner = [param] if param.requires_grad else [getattr(param, name) for name in _plain_inner(param)]
+            for each in inner:
+                each.zero_()
+    weight = again[0].base.weight
+    loaded = _held(again, target)
+    fsdp.load(tmp_path / "saved", loaded)
+    if target == "plain":
+        assert again[0].base.weight is weight
+        assert_same_state(again.state_dict(), plain)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        torch.testing.assert_close(loaded(batch(0)), plain(batch(0)), rtol=1e-6, atol=1e-6)
+
+
+def _plain_inner(param: Any) -> list[str]:
+    names = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
+    return [name for name in names if type(getattr(param, name)) is Tensor]
+
+
 @pytest.mark.parametrize("form", [*FORMS, "rows"])
 @on_ranks(2)
 def test_files_without_the_class_load(tmp_path: Path, form: str) -> None:
