@@ -134,7 +134,8 @@ def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
         if is_packed(param) and type(param) is not nn.Parameter:
             continue  # its class has the memory, and bytes are copied from there
         local = _memory_of(param)
-        other = seen.setdefault(local.data_ptr(), name) if local.numel() and not local.is_meta else name
+        address = 0 if local.is_meta or not local.numel() else local.data_ptr()  # 0 for classes with inner tensors
+        other = seen.setdefault(address, name) if address else name
         if other != name:
             raise _lost_tie(name, other)
 

@@ -632,6 +632,13 @@ def test_a_class_that_mixed_precision_does_not_cast_is_refused_by_name() -> None
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
+@on_ranks(1)
+def test_a_trained_quantised_weight_is_an_error_that_names_its_class() -> None:
+    for shard in (fsdp.shard, lambda model, units: [fully_shard(one) for one in model.modules() if type(one) in units]):
+        with pytest.raises(TypeError, match=r"base\.weight is a Rows8 parameter.*freeze it"):
+            shard(quantised("two tensors").requires_grad_(True), units={Adapted})
+
+
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_bytes_cannot_be_trained(form: str) -> None:
