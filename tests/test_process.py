@@ -43,6 +43,21 @@ import fsdp.compat.fairscale as compat
 finds = compat._FINDER in sys.meta_path
 print(json.dumps({"effects": effects, "loaded": loaded, "asked": asked, "finds": finds}))
 """
+# Trains on a mesh of two dimensions until the interpreter ends, with torch's caches of specifications in use.
+ENDING = """
+import torch, fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+model = fsdp.fully_shard(parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
 # Modules that `import fsdp` loads: the engine, the ways between ranks that it uses, the front doors and `wrap`.
 LOADED_AT_ONCE = {
     "": "fsdp",
@@ -73,6 +88,11 @@ def test_importing_the_package_loads_the_engine_and_the_front_doors(imported: An
     allowed = {f"{package}{name}" for package, names in LOADED_AT_ONCE.items() for name in names.split()}
     assert set(imported["loaded"]) == allowed
     assert len(allowed) <= MAX_LOADED
+
+
+def test_a_process_with_tensor_parallelism_ends_without_messages() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in ended.stderr
 
 
 def test_importing_the_package_is_enough_for_its_modules(imported: Any) -> None:

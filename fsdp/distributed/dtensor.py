@@ -186,11 +186,16 @@ class MeshPart:
         made: DTensor = DTensor.__new__(DTensor, local.detach(), self._spec(local.dtype), requires_grad=False)
         return made
 
+    @cached_property
+    def _placements_text(self) -> str:
+        return repr(self.placements)
+
     def _spec(self, dtype: torch.dtype) -> DTensorSpec:
         """The specification of a contiguous `DTensor`, which equal parameters share, as results of operators do."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private, see `beside`
 
-        key = (id(self.mesh), self.placements, self.shape, dtype)  # meshes of ended process groups may be equal
+        # Meshes of ended process groups may be equal. Hashes of placements fail while the interpreter shuts down.
+        key = (id(self.mesh), self._placements_text, self.shape, dtype)
         spec = _specs.get(key)
         if spec is None:
             meta = TensorMeta(self.shape, torch.empty(self.shape, device="meta").stride(), dtype)
