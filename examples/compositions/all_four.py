@@ -11,7 +11,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -29,7 +28,7 @@ def train(
 ) -> list[float]:
     """Collective. Train, from the checkpoints in `folder` if there are any."""
     fsdp.compat.fsdp2.install()
-    shape = pp, dist.get_world_size() // (pp * cp * tp), cp, tp
+    shape = pp, gpt.ranks_of_rest(pp * cp * tp), cp, tp
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
     data = mesh["dp", "cp"]
 

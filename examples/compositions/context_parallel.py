@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,7 +56,7 @@ def own(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def train(folder: Path, steps: int, cp: int = 2) -> list[float]:
     """Collective. Train, from the checkpoint in `folder` if there is one."""
-    dp = dist.get_world_size() // cp
+    dp = gpt.ranks_of_rest(cp)
     mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
     model = gpt.build()
     divide(model, mesh["cp"])

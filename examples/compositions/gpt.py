@@ -130,6 +130,14 @@ def fit(
     return losses
 
 
+def ranks_of_rest(parts: int) -> int:
+    """Return the size of an axis of a mesh, whose other axes have `parts` ranks."""
+    ranks = dist.get_world_size()
+    if ranks % parts:
+        raise ValueError(f"{ranks} ranks: start a multiple of {parts} of them")
+    return ranks // parts
+
+
 def run(train: Callable[..., list[float]]) -> None:
     """Collective. Initialize the ranks of torchrun, train, and print losses."""
     parser = argparse.ArgumentParser()

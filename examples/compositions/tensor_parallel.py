@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -69,7 +68,7 @@ def shard(model: nn.Module, **options: Any) -> Any:
 
 def train(folder: Path, steps: int, tp: int = 2) -> list[float]:
     """Collective. Train, from the checkpoint in `folder` if there is one."""
-    dp = dist.get_world_size() // tp
+    dp = gpt.ranks_of_rest(tp)
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     model = gpt.build()
     divide(model, mesh["tp"])  # before sharding

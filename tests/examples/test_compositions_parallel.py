@@ -194,3 +194,10 @@ def test_a_pipeline_of_wrappers_trains_the_same(tmp_path: Path) -> None:
         losses = train_and_resume(pipeline, tmp_path)
     dist.barrier()
     assert_as_plain(losses, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel", "pipeline"])
+@on_ranks(3)
+def test_a_number_of_ranks_that_no_mesh_has_is_an_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="3 ranks: start a multiple of 2"):
+        importlib.import_module(f"examples.compositions.{name}").train(tmp_path, 1)
