@@ -33,7 +33,7 @@ from fsdp.checkpoint.model_tensors import (
     read_held,
     tensors_in,
 )
-from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
+from fsdp.checkpoint.optim import StatePlan
 from fsdp.checkpoint.safetensors import CheckedFiles, SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable, reading
 from fsdp.distributed.collectives import during
@@ -178,7 +178,7 @@ def load(
 
         def look() -> _Plan:
             states = _generators(source, everyone) if generators else None
-            return _planned(source, model, units, optimizer, states, strict=strict, weights=weights)
+            return _Plan(source, model, units, optimizer, states, strict=strict, weights=weights)
 
         plan = done_by_all(everyone, f"load {source.path}", look)
         state = done_by_all(everyone, f"read {source.path}", plan.read)
@@ -190,60 +190,49 @@ def load(
     )
 
 
-@dataclass(frozen=True)
 class _Plan:
-    """The parts of a checkpoint that a model and its optimizers receive."""
+    """The parts of a checkpoint that a model and its optimizers receive. RuntimeError for all mismatches together."""
 
-    source: Source
-    units: Sequence[Unit]
-    targets: Sequence[Target]
-    modules: Mapping[str, nn.Module]  # by the name of their extra state in the checkpoint
-    missing: list[str]
-    unexpected: list[str]
-    state: StatePlan | None
-    generators: GeneratorStates | None
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        units: Sequence[Unit],
+        optimizer: Any,
+        generators: GeneratorStates | None,
+        *,
+        strict: bool,
+        weights: bool,
+    ) -> None:
+        self._source, self._units, self.generators = source, units, generators
+        tensors, problems = named_tensors(model, units), list[str]()
+        self._targets = [*tensors.values()] if weights else []
+        modules = extra_states(model) if weights else {}
+        self.missing, self.unexpected = list[str](), list[str]()
+        if weights:
+            self.missing, self.unexpected, problems = misfits(self._targets, source.model, strict)
+        if strict and weights:
+            both = {"missing": modules.keys() - source.extra.keys(), "unexpected": source.extra.keys() - modules.keys()}
+            problems += [f"{what}: {readable(', '.join(sorted(names)))}" for what, names in both.items() if names]
+        self._state = None if optimizer is None else StatePlan(optimizer, tensors, source)
+        problems += [] if self._state is None else self._state.problems
+        if problems:
+            raise RuntimeError(does_not_fit(source.path, model, problems))
+        self._modules = {name: module for name, module in modules.items() if name in source.extra}
 
     def read(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Read the weights into the model, and return this rank's shard of the optimizer's state."""
-        read(self.targets, self.units, self.source.model)
-        return {} if self.state is None else read_state(self.state)
+        read(self._targets, self._units, self._source.model)
+        return {} if self._state is None else self._state.read()
 
     def give(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Call the methods and hooks of optimizers and modules, which are the user's."""
-        if self.state is not None:
-            give_state(self.state, state)
-        for name, module in self.modules.items():
-            module.set_extra_state(decoded(self.source.extra[name]))
+        if self._state is not None:
+            self._state.give(state)
+        for name, module in self._modules.items():
+            module.set_extra_state(decoded(self._source.extra[name]))
         if self.generators is not None:
             self.generators.set()
-
-
-def _planned(
-    source: Source,
-    model: nn.Module,
-    units: Sequence[Unit],
-    optimizer: Any,
-    generators: GeneratorStates | None,
-    *,
-    strict: bool,
-    weights: bool,
-) -> _Plan:
-    """Return what is to be loaded; raise RuntimeError for all mismatches together."""
-    tensors = named_tensors(model, units)
-    targets = [*tensors.values()] if weights else []
-    modules = extra_states(model) if weights else {}
-    missing, unexpected, problems = misfits(targets, source.model, strict) if weights else ([], [], [])
-    if strict and weights:
-        both = {"missing": modules.keys() - source.extra.keys(), "unexpected": source.extra.keys() - modules.keys()}
-        problems += [f"{what}: {readable(', '.join(sorted(names)))}" for what, names in both.items() if names]
-    state = None
-    if optimizer is not None:
-        state = plan_state(optimizer, tensors, source)
-        problems += state.problems
-    if problems:
-        raise RuntimeError(does_not_fit(source.path, model, problems))
-    known = {name: module for name, module in modules.items() if name in source.extra}
-    return _Plan(source, units, targets, known, missing, unexpected, state, generators)
 
 
 def _opened(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> Source:

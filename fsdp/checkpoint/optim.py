@@ -8,7 +8,7 @@ Multiple optimizers are saved as a single optimizer.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -33,7 +33,6 @@ from fsdp.optim_utils.state import (
     OptimParam,
     Original,
     OwnKinds,
-    SteppedParam,
     Value,
     common_kinds,
     flat_state,
@@ -48,13 +47,16 @@ from fsdp.optim_utils.state import (
     shared_kinds,
 )
 
-Groups = list[list[OptimParam]]
-
 
 class Optimizers:
-    """The optimizers of a model, each with different parameters, combined like the single optimizer of a checkpoint."""
+    """The optimizers of a model, each with different parameters, combined like the single optimizer of a checkpoint.
 
-    def __init__(self, given: Any) -> None:
+    Attributes:
+        tensors: of the model.
+        groups: the contents of each parameter group of the optimizers.
+    """
+
+    def __init__(self, given: Any, tensors: Mapping[str, Target]) -> None:
         is_list = isinstance(given, (list, tuple))
         self._all: Sequence[Any] = given if is_list else [given]
         if not self._all:
@@ -73,6 +75,24 @@ class Optimizers:
                         f"a parameter of shape {list(param.shape)} is in two of the optimizers, the second one number "
                         f"{number}: a checkpoint holds one state for each"
                     )
+        self.tensors = tensors
+        found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
+        stepped: dict[int, OptimParam] = {}
+        for name, target in tensors.items():
+            param, original = target.param, Original(name, target.shape, target.slot, target.part, keys_of(target))
+            if isinstance(param, nn.Parameter):
+                found.setdefault(id(param), (param, target.handle, []))[2].append(original)
+            for optimizer in self._all:
+                if isinstance(optimizer, OwnedOptimizer):
+                    one = optimizer.stepped_in(target.handle, target.slot, param)
+                    stepped |= {} if one is None else {id(one.param): replace(one, originals=(original,))}
+        known = {key: OptimParam(param, handle, tuple(originals)) for key, (param, handle, originals) in found.items()}
+        known |= stepped
+        self.groups = grouped(self.param_groups, self.name, lambda param: known.get(id(param)))
+
+    @property
+    def params(self) -> list[OptimParam]:
+        return list(chain.from_iterable(self.groups))
 
     @property
     def name(self) -> str:
@@ -87,15 +107,6 @@ class Optimizers:
         optimizer = self._by_param[param]
         found = optimizer.state.get(param) or {}  # indexing would create an entry
         return flat_state(found) if isinstance(optimizer, OwnedOptimizer) else found
-
-    def stepped(self, name: str, target: Target) -> SteppedParam | None:
-        """Return the parameter that an `OwnedOptimizer` among them steps for a tensor of the model."""
-        for optimizer in self._all:
-            if isinstance(optimizer, OwnedOptimizer):
-                found = optimizer.stepped_in(target.handle, target.slot, target.param)
-                if found is not None:
-                    return replace(found, originals=(_original(name, target),))
-        return None
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         ahead = iter(options)
@@ -123,24 +134,6 @@ def _refuse_other_state(optimizer: Any) -> None:
             "param_groups: a checkpoint would lack a part of its state. Pass the optimizer inside of it; or save its "
             "state_dict() by torch.save on each rank, for as many ranks"
         )
-
-
-def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
-    """Return the contents of each parameter group of the optimizers, for a model with these tensors."""
-    found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
-    for name, target in tensors.items():
-        param = target.param
-        if isinstance(param, nn.Parameter):
-            found.setdefault(id(param), (param, target.handle, []))[2].append(_original(name, target))
-    known = {key: OptimParam(param, handle, tuple(originals)) for key, (param, handle, originals) in found.items()}
-    for stepped in (optimizers.stepped(name, target) for name, target in tensors.items()):
-        if stepped is not None:
-            known[id(stepped.param)] = stepped
-    return grouped(optimizers.param_groups, optimizers.name, lambda param: known.get(id(param)))
-
-
-def _original(name: str, target: Target) -> Original:
-    return Original(name, target.shape, target.slot, target.part, keys_of(target))
 
 
 def kind_to_json(kind: Kind, where: str) -> list[Any]:
@@ -195,10 +188,9 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
     raise ValueError(f"the optimizer's state {short(key)} of {short(name)} is {short(saved)}")
 
 
-def kinds_to_save(optimizers: Optimizers, groups: Groups) -> list[OwnKinds]:
+def kinds_to_save(optimizers: Optimizers) -> list[OwnKinds]:
     """Return the kinds of this rank's state of each parameter."""
-    params = list(chain.from_iterable(groups))
-    own = own_kinds(params, {one: optimizers.state_of(one.param) for one in params}, "saving")
+    own = own_kinds(optimizers.params, {one: optimizers.state_of(one.param) for one in optimizers.params}, "saving")
     for each in own:
         kinds_to_json(each.kinds, each.name)
     return own
@@ -213,19 +205,13 @@ def common_state(heard: Sequence[list[OwnKinds]]) -> list[Kinds]:
     return [each.kinds for each in shared]
 
 
-def state_entries(
-    optimizers: Optimizers,
-    groups: Groups,
-    kinds: Sequence[Kinds],
-    tensors: Mapping[str, Target],
-    written: Collection[str],
-) -> tuple[list[Entry], Any]:
+def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Collection[str]) -> tuple[list[Entry], Any]:
     """Return the tensors of optimizers' states with this rank's parts, and the other values for the manifest.
 
     A rank writes the state of the parameters that it writes, whose names are `written`.
     """
     entries, states = [], {}
-    for one, known in zip(chain.from_iterable(groups), kinds, strict=True):
+    for one, known in zip(optimizers.params, kinds, strict=True):
         own = {
             key: state for key, state in optimizers.state_of(one.param).items() if isinstance(known.get(key), Elements)
         }
@@ -233,7 +219,7 @@ def state_entries(
         encoded_kinds = kinds_to_json(known, one.name)
         for original in one.originals:
             states[original.name] = encoded_kinds
-            target = tensors[original.name]
+            target = optimizers.tensors[original.name]
             for key, kind in known.items():
                 if isinstance(kind, Elements):
                     part = None
@@ -246,7 +232,7 @@ def state_entries(
                         part = part_of(target, _elements_of(original, one, target, vectors[key]))
                     shape = original.shape if kind.shape is None else kind.shape
                     entries.append(Entry(f"{original.name}/{key}", kind.dtype, shape, part))
-    named = [[original.name for one in group for original in one.originals] for group in groups]
+    named = [[original.name for one in group for original in one.originals] for group in optimizers.groups]
     return entries, rest_of(optimizers.name, zip(optimizers.param_groups, named, strict=True), states)
 
 
@@ -302,55 +288,77 @@ def check_rest(rest: Any, tensors: Container[str]) -> None:
                 raise ValueError(f"there is no tensor for the optimizer's state {short(key)} of {short(name)}")
 
 
-@dataclass(frozen=True, eq=False)
 class StatePlan:
-    """Optimizers are to get this of a checkpoint, or cannot, for these problems."""
+    """The parts of a checkpoint that optimizers load, and the `problems` for which they cannot."""
 
-    optimizers: Optimizers
-    tensors: Mapping[str, Target]  # of the model
-    files: TensorReader  # of the checkpoint
-    states: list[tuple[OptimParam, dict[Original, str], Kinds]]  # the originals' names in the checkpoint
-    options: list[Any]  # of each group those that were saved, encoded; None for a group without parameters
-    groups: Groups
-    problems: list[str]
+    def __init__(self, given: Any, tensors: Mapping[str, Target], source: Source) -> None:
+        rest = source.optimizer_rest
+        if source.optimizer is None:
+            raise ValueError(f"{source.path} has no optimizer in it: load it without one")
+        self._files, self._optimizers = source.optimizer, Optimizers(given, tensors)
+        params, groups = self._optimizers.params, self._optimizers.groups
+        saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
+        names = {
+            original: next((name for name in (original.name, *original.aliases) if name in saved_in), "")
+            for one in params
+            for original in one.originals
+        }
+        empty = [number for number, group in enumerate(rest["groups"]) if not group["params"]]
+        has_groups = rest.get("has_groups", True)
+        numbers, self.problems = match_groups(
+            groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", has_groups, empty
+        )
+        # Of each group those that were saved, encoded; None for a group without parameters.
+        self._options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
+        # With the originals' names in the checkpoint.
+        self._states: list[tuple[OptimParam, dict[Original, str], Kinds]] = []
+        for one in params:
+            saved = {original: names[original] for original in one.originals if names[original]}
+            if len(saved) == len(one.originals):
+                kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
+                for original in kinds if one.is_owned else ():
+                    try:
+                        nested_state(kinds[original])  # as it will be, when it has been read
+                    except ValueError as error:
+                        raise ValueError(f"{source.path}: {saved[original]}: {error}") from None
+                self.problems.extend(_misfits(saved, kinds, self._files, one.is_owned))
+                self._states.append((one, saved, kinds[one.originals[0]]))
+        self.problems.extend(_other_settings(self._optimizers, rest))
+        used = set(names.values())
+        left = [name for name in saved_in if name not in used]
+        if left:
+            self.problems.append(f"the optimizer of the checkpoint has {', '.join(left)}, and this one has not")
 
+    @torch.no_grad()
+    def read(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return this rank's shard of the state, by parameter. State is read into existing tensors of the same kind."""
+        found: dict[nn.Parameter, dict[str, Any]] = {}
+        for one, names, kinds in self._states:
+            held, state = self._optimizers.state_of(one.param), {}
+            for key, kind in kinds.items():
+                if isinstance(kind, Elements) and one.is_owned:
+                    state[key] = one.memory(held.get(key), kind.dtype, kind.shape)
+                    for name in names.values() if state[key].numel() else ():
+                        self._files.read(f"{name}/{key}", state[key].view(-1), 0)
+                elif isinstance(kind, Elements):
+                    state[key] = one.memory(held.get(key), kind.dtype)
+                    flat = values_of(local_part(state[key])).view(-1)
+                    for original, name in names.items():
+                        target = self._optimizers.tensors[original.name]
+                        into = _elements_of(original, one, target, flat)
+                        if into is not None:
+                            read_held(self._files, f"{name}/{key}", target, into)
+                else:
+                    state[key] = kind.held
+            if state:
+                found[one.param] = state
+        return found
 
-def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> StatePlan:
-    """Return the parts of a checkpoint that optimizers load, and all mismatches."""
-    files, rest = source.optimizer, source.optimizer_rest
-    if files is None:
-        raise ValueError(f"{source.path} has no optimizer in it: load it without one")
-    optimizers = Optimizers(given)
-    groups = params_in(optimizers, tensors)
-    saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
-    names = {
-        original: next((name for name in (original.name, *original.aliases) if name in saved_in), "")
-        for one in chain.from_iterable(groups)
-        for original in one.originals
-    }
-    empty = [number for number, group in enumerate(rest["groups"]) if not group["params"]]
-    numbers, problems = match_groups(
-        groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", rest.get("has_groups", True), empty
-    )
-    options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
-    plan = StatePlan(optimizers, tensors, files, [], options, groups, problems)
-    for one in chain.from_iterable(groups):
-        saved = {original: names[original] for original in one.originals if names[original]}
-        if len(saved) == len(one.originals):
-            kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
-            for original in kinds if one.is_owned else ():
-                try:
-                    nested_state(kinds[original])  # as it will be, when it has been read
-                except ValueError as error:
-                    raise ValueError(f"{source.path}: {saved[original]}: {error}") from None
-            plan.problems.extend(_misfits(saved, kinds, files, one.is_owned))
-            plan.states.append((one, saved, kinds[one.originals[0]]))
-    plan.problems.extend(_other_settings(optimizers, rest))
-    used = set(names.values())
-    left = [name for name in saved_in if name not in used]
-    if left:
-        plan.problems.append(f"the optimizer of the checkpoint has {', '.join(left)}, and this one has not")
-    return plan
+    def give(self, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        saved = zip(self._options, self._optimizers.param_groups, strict=True)
+        options = [options_of(own) if options is None else decoded(options) for options, own in saved]
+        self._optimizers.load(found, options)
+        release(self._optimizers.params)
 
 
 def _other_settings(optimizers: Optimizers, rest: Any) -> list[str]:
@@ -389,35 +397,3 @@ def _misfits(
                     yield f"{stored} has shape {list(stored.shape)}, and the model's {list(wanted)}"
                 elif kind.shape is not None and not is_owned:
                     yield odd_shape(key, name, kind.shape, f"the parameter {tuple(original.shape)}", ELEMENTWISE)
-
-
-@torch.no_grad()
-def read_state(plan: StatePlan) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return this rank's shard of the state, by parameter. State is read into existing tensors of the same kind."""
-    found: dict[nn.Parameter, dict[str, Any]] = {}
-    for one, names, kinds in plan.states:
-        held, state = plan.optimizers.state_of(one.param), {}
-        for key, kind in kinds.items():
-            if isinstance(kind, Elements) and one.is_owned:
-                state[key] = one.memory(held.get(key), kind.dtype, kind.shape)
-                for name in names.values() if state[key].numel() else ():
-                    plan.files.read(f"{name}/{key}", state[key].view(-1), 0)
-            elif isinstance(kind, Elements):
-                state[key] = one.memory(held.get(key), kind.dtype)
-                flat = values_of(local_part(state[key])).view(-1)
-                for original, name in names.items():
-                    target = plan.tensors[original.name]
-                    into = _elements_of(original, one, target, flat)
-                    if into is not None:
-                        read_held(plan.files, f"{name}/{key}", target, into)
-            else:
-                state[key] = kind.held
-        if state:
-            found[one.param] = state
-    return found
-
-
-def give_state(plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    saved = zip(plan.options, plan.optimizers.param_groups, strict=True)
-    plan.optimizers.load(found, [options_of(own) if options is None else decoded(options) for options, own in saved])
-    release(chain.from_iterable(plan.groups))

@@ -50,7 +50,7 @@ from fsdp.checkpoint.model_tensors import (
     require_one_model,
     written_here,
 )
-from fsdp.checkpoint.optim import Groups, Optimizers, common_state, kinds_to_save, params_in, state_entries
+from fsdp.checkpoint.optim import Optimizers, common_state, kinds_to_save, state_entries
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, store_at, write_parts
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import CollectiveError, own_rank
@@ -286,15 +286,14 @@ def _optimizer_state(
 ) -> Callable[[], tuple[list[Entry], Any]]:
     """Collective. Return what finds the tensors of an optimizer's state, and the other values for the manifest."""
 
-    def look() -> tuple[tuple[Optimizers, Groups], tuple[list[OwnKinds], dict[str, str]]]:
-        optimizers = Optimizers(optimizer)
-        groups = params_in(optimizers, tensors)
-        return (optimizers, groups), (kinds_to_save(optimizers, groups), options_as_text(optimizers.param_groups))
+    def look() -> tuple[Optimizers, tuple[list[OwnKinds], dict[str, str]]]:
+        optimizers = Optimizers(optimizer, tensors)
+        return optimizers, (kinds_to_save(optimizers), options_as_text(optimizers.param_groups))
 
-    (optimizers, groups), heard = told_by_all(ranks, "prepare its optimizer's state", look)
+    optimizers, heard = told_by_all(ranks, "prepare its optimizer's state", look)
     kinds = common_state([own for own, _ in heard])
     require_same_options(ranks, [options for _, options in heard])
-    return partial(state_entries, optimizers, groups, kinds, tensors, written)
+    return partial(state_entries, optimizers, kinds, written)
 
 
 def _require_number(name: str, value: Any) -> None:
