@@ -20,6 +20,8 @@ from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
 
 VERSION = 1
 _FORMAT = "fsdp checkpoint"
+_STEMS = ("model", "optimizer")
+_KEYS = ("world_size", *_STEMS, "optimizer_rest", "extra", "generators", "values")
 _FILE = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
@@ -88,45 +90,36 @@ class TensorSet:
         return TensorFiles(self.stem, heads, checksums)
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The description of a checkpoint; the rest is as in `Source`."""
+def manifest_of(
+    world_size: int, sets: Iterable[TensorFiles], *, optimizer_rest: Any, extra: Any, generators: Any, values: Any
+) -> bytes:
+    """Return the manifest of a checkpoint with these sets of tensors; the rest is as in `Source`."""
+    files = {each.stem: {"files": dict(each.files), "crc32": dict(each.checksums)} for each in sets}
+    content = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "world_size": world_size,
+        "block_bytes": BLOCK_BYTES,
+        **{stem: files.get(stem) for stem in _STEMS},
+        "optimizer_rest": optimizer_rest,
+        "extra": extra,
+        "generators": generators,
+        "values": values,
+    }
+    text = _text(content)
+    return f'{{"sha256":"{hashlib.sha256(text.encode()).hexdigest()}",\n"checkpoint":{text}}}\n'.encode()
 
-    world_size: int
-    model: TensorFiles
-    optimizer: TensorFiles | None
-    optimizer_rest: Any
-    extra: dict[str, Any]
-    generators: list[Any] | None
-    values: Any
 
-    def to_bytes(self) -> bytes:
-        sets = {"model": self.model, "optimizer": self.optimizer}
-        content = {
-            "format": _FORMAT,
-            "version": VERSION,
-            "world_size": self.world_size,
-            "block_bytes": BLOCK_BYTES,
-            **{key: each and {"files": dict(each.files), "crc32": dict(each.checksums)} for key, each in sets.items()},
-            "optimizer_rest": self.optimizer_rest,
-            "extra": self.extra,
-            "generators": self.generators,
-            "values": self.values,
-        }
-        text = _text(content)
-        return f'{{"sha256":"{hashlib.sha256(text.encode()).hexdigest()}",\n"checkpoint":{text}}}\n'.encode()
+def _read(folder: str) -> tuple[dict[str, Any], str]:
+    """Return the content of the manifest of a complete checkpoint, with `TensorFiles` as sets, and its checksum.
 
-    @classmethod
-    def read(cls, folder: str) -> Manifest:
-        """Read the manifest of a complete checkpoint; ValueError if it is damaged, or of a newer version."""
-        path = os.path.join(folder, MANIFEST)
-        with reading(path):
-            return cls._of(path, content_of(path))
-
-    @classmethod
-    def _of(cls, path: str, text: bytes) -> Manifest:
+    Raises:
+        ValueError: if it is damaged, or of a newer version.
+    """
+    path = os.path.join(folder, MANIFEST)
+    with reading(path):
         try:
-            found = json.loads(text)
+            found = json.loads(content_of(path))
             content, digest = found["checkpoint"], found["sha256"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: it cannot be read: {error!r}") from None
@@ -143,12 +136,9 @@ class Manifest:
             _check(content)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-        model, optimizer = (
-            content[stem] and TensorFiles(stem, content[stem]["files"], content[stem]["crc32"])
-            for stem in ("model", "optimizer")
-        )
-        rest = (content[key] for key in ("optimizer_rest", "extra", "generators", "values"))
-        return cls(content["world_size"], model, optimizer, *rest)
+        for stem in _STEMS:
+            content[stem] = content[stem] and TensorFiles(stem, content[stem]["files"], content[stem]["crc32"])
+        return {key: content[key] for key in _KEYS}, digest
 
 
 def _text(content: Any) -> str:
@@ -156,7 +146,7 @@ def _text(content: Any) -> str:
 
 
 def _check(content: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the contents have the form that `Manifest.to_bytes` writes.
+    """Raise ValueError unless the contents have the form that `manifest_of` writes.
 
     An attacker who can write a file can also write its checksum, so all contents are validated before loading.
     """
@@ -167,7 +157,7 @@ def _check(content: Mapping[str, Any]) -> None:
         raise ValueError(f"generators are not those of {world_size} ranks")
     if not isinstance(extra, dict):
         raise ValueError(f"extra is {short(extra)}")
-    for stem in ("model", "optimizer"):
+    for stem in _STEMS:
         if stem == "model" or content.get(stem) is not None:
             _check_files(stem, content.get(stem))
     if content.get("optimizer") is not None:
@@ -202,21 +192,12 @@ def _is_count(value: Any) -> bool:
 def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> Source:
     """Open a folder that `fsdp.save` has written. Data is compared with its checksums while it is read."""
     folder = complete(path)
-    manifest = Manifest.read(folder)
-    model = manifest.model.opened_in(folder)
-    saved = manifest.optimizer if with_optimizer else None
-    return Source(
-        "fsdp",
-        folder,
-        model,
-        None if saved is None else saved.opened_in(folder),
-        None if saved is None else manifest.optimizer_rest,
-        manifest.extra,
-        manifest.values,
-        world_size=manifest.world_size,
-        generators=manifest.generators,
-        identity=hashlib.sha256(manifest.to_bytes()).hexdigest(),  # of the values as well
-    )
+    found, digest = _read(folder)
+    sets = {stem: found.pop(stem) for stem in _STEMS}
+    if not with_optimizer or sets["optimizer"] is None:
+        sets["optimizer"] = found["optimizer_rest"] = None
+    opened = {stem: each and each.opened_in(folder) for stem, each in sets.items()}
+    return Source("fsdp", folder, **opened, **found, identity=digest)
 
 
 def examine_ours(
@@ -229,8 +210,8 @@ def examine_ours(
         the check.
     """
     folder = complete(path)
-    manifest, opened = Manifest.read(folder), []
-    for each in filter(None, (manifest.model, manifest.optimizer)):
+    content, opened = _read(folder)[0], list[CheckedFiles]()
+    for each in filter(None, (content[stem] for stem in _STEMS)):
         found = list(each.damaged_heads(folder))
         problems += found
         try:
@@ -285,7 +266,7 @@ def values(path: str | os.PathLike[str]) -> Any:
         FileNotFoundError: if there is no complete checkpoint.
         ValueError: if what describes it is damaged.
     """
-    return decoded(Manifest.read(complete(path)).values)
+    return decoded(_read(complete(path))[0]["values"])
 
 
 def verify(path: str | os.PathLike[str]) -> int:

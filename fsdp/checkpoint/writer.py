@@ -38,7 +38,7 @@ from fsdp.checkpoint.folder import Destination, newest, numbered, rotate
 from fsdp.checkpoint.folder import found as complete_at
 from fsdp.checkpoint.generators import generator_states
 from fsdp.checkpoint.json_values import encoded
-from fsdp.checkpoint.manifest import Manifest, TensorSet
+from fsdp.checkpoint.manifest import TensorSet, manifest_of
 from fsdp.checkpoint.model_tensors import (
     Target,
     all_ranks,
@@ -398,8 +398,8 @@ def _manifest(found: Plan, ranks: Ranks, heard: _Written) -> bytes:
         for number, each in enumerate(found.sets)
     ]
     generators = None if found.generators is None else [states for _, states in heard]
-    rest = found.optimizer_rest, found.extra, generators, found.values
-    return Manifest(size_of(ranks), sets[0], sets[1] if len(sets) > 1 else None, *rest).to_bytes()
+    rest = {"optimizer_rest": found.optimizer_rest, "extra": found.extra, "values": found.values}
+    return manifest_of(size_of(ranks), sets, generators=generators, **rest)
 
 
 class Senders:

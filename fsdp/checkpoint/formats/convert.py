@@ -29,7 +29,7 @@ from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.manifest import Manifest, TensorFiles, TensorSet
+from fsdp.checkpoint.manifest import TensorFiles, TensorSet, manifest_of
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, plan, store_at, write_parts
 from fsdp.distributed.communicator import some_of
@@ -163,12 +163,10 @@ def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overw
         sets.append(TensorSet.planned("optimizer", content.optimizer, max_file_bytes))
     try:
         destination.begin()
-        model, *others = (_written(destination.folder, each, advance) for each in sets)
-        optimizer, rest = (others[0], source.optimizer_rest) if others else (None, None)
-        manifest = Manifest(
-            source.world_size or 1, model, optimizer, rest, dict(source.extra), source.generators, source.values
-        )
-        destination.commit(manifest.to_bytes())
+        written = [_written(destination.folder, each, advance) for each in sets]
+        rest = {"optimizer_rest": source.optimizer_rest if len(sets) > 1 else None, "extra": dict(source.extra)}
+        world_size, states = source.world_size or 1, source.generators
+        destination.commit(manifest_of(world_size, written, **rest, generators=states, values=source.values))
     except BaseException:
         destination.abandon()
         raise
