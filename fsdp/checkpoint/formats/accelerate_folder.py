@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
 
 from fsdp.checkpoint.formats.dcp import DcpFolder
 from fsdp.checkpoint.formats.source import Source
@@ -55,13 +54,10 @@ def read_accelerate(path: str, choices: Choices) -> Source:
     for part, found in parts.items():
         with reading(found.path):
             if isinstance(found, DcpFolder):
-                if (problem := next(found.misplaced(), None)) is not None:
-                    raise ValueError(f"{problem}. Load another checkpoint.")
                 tree[part], world_size = found.tree()[part], found.world_size
             else:
                 tree[part] = found.content
             identities.append(found.identity)
-    with reading(path):
-        source = source_of_tree("accelerate", path, tree, choices)
     identity = hashlib.sha256("".join(identities).encode()).hexdigest()
-    return replace(source, world_size=world_size, identity=identity)
+    with reading(path):
+        return source_of_tree("accelerate", path, tree, choices, world_size=world_size, identity=identity)

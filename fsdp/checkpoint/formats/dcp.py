@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import index
 from typing import Any
@@ -40,12 +40,9 @@ def is_dcp(path: str) -> bool:
 
 def read_dcp(path: str, choices: Choices) -> Source:
     folder = DcpFolder(path)
-    problem = next(folder.misplaced(), None)
-    if problem is not None:
-        raise ValueError(f"{problem}. Load another checkpoint.")
     with reading(path):
-        found = source_of_tree("dcp", path, folder.tree(), choices)
-    return replace(found, world_size=folder.world_size, identity=folder.identity)
+        known = {"world_size": folder.world_size, "identity": folder.identity}
+        return source_of_tree("dcp", path, folder.tree(), choices, **known)
 
 
 @dataclass(frozen=True)
@@ -127,6 +124,9 @@ class DcpFolder:
         return len({match[1] for match in matches if match is not None}) or None
 
     def tree(self) -> Any:
+        """Return the contents; ValueError if files are missing or too short."""
+        if (problem := next(self.misplaced(), None)) is not None:
+            raise ValueError(f"{problem}. Load another checkpoint.")
         root: dict[Any, Any] = {}
         for name in self._described:
             path = self._path(name)

@@ -17,7 +17,7 @@ from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put
 from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
 from fsdp.checkpoint.formats.source import Piece, Source, is_tensor
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
-from fsdp.checkpoint.formats.trees import DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
+from fsdp.checkpoint.formats.trees import DEFAULT, Choices, NamedState, SavedOptimizer, is_single
 from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import clean_name, join
 from fsdp.optim_utils.full import NAMES, by_stored_names
@@ -28,18 +28,15 @@ def is_fairscale(path: str | os.PathLike[str]) -> bool:
     return is_in_files(path, lambda content: any(map(_is_metadata, content.values())))
 
 
-def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = True) -> Source:
-    """Open a checkpoint of ranks' files. Close it when it is read.
-
-    If `strict`, keys that the weights lack or metadata do not name raise an error; otherwise they are skipped.
-    """
+def open_fairscale(path: str | os.PathLike[str], choices: Choices = DEFAULT) -> Source:
+    """Open a checkpoint of ranks' files. Close it when it is read."""
     ranks = RankFiles(path, choices)
     shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     if is_whole:  # saved unsharded, as fairseq does by default
         found = {clean_name(key): value for key, value in shards[0].weights.items()}
     else:
-        found = put_together(shards, True, strict)
+        found = put_together(shards, True, True)
     order, is_in_order = _order(shards[0])
     saved = ranks.optimizers(_is_full)
     state = NamedState(str(saved[0])) if saved else None

@@ -61,10 +61,20 @@ def _examine_safetensors(path: str, start: Start, problems: list[str]) -> tuple[
 
 
 def _examine_archives(
-    archives: Iterable[Callable[[], TorchArchive]], nbytes: int, start: Start, problems: list[str]
+    parts: Iterable[DcpFolder | TorchArchive | str], start: Start, problems: list[str]
 ) -> tuple[int, str]:
-    """Examine archives of `torch.save` by their own checksums, unless the writer omitted the checksums."""
-    advance, have_checksums = start(nbytes), True
+    """Examine archives of `torch.save`, in folders and files, by their own checksums, unless it wrote none."""
+    archives: list[Callable[[], TorchArchive]] = []
+    nbytes, have_checksums = 0, True
+    for part in parts:
+        if isinstance(part, DcpFolder):
+            problems += part.misplaced()
+            archives += part.archives()
+            nbytes += part.nbytes
+        else:
+            archives.append(partial(TorchArchive, str(part)))
+            nbytes += os.path.getsize(str(part))
+    advance = start(nbytes)
     for opener in archives:
         try:
             archive = opener()
@@ -81,29 +91,8 @@ def _examine_archives(
 
 def _examine_ranks(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
     files = rank_files(path)
-    archives = [partial(TorchArchive, file) for file in files]
-    nbytes, how = _examine_archives(archives, sum(map(os.path.getsize, files)), start, problems)
+    nbytes, how = _examine_archives(files, start, problems)
     return nbytes, f"in {len(files)} files, {how}"
-
-
-def _examine_dcp(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
-    folder = DcpFolder(path)
-    problems += folder.misplaced()
-    return _examine_archives(folder.archives(), folder.nbytes, start, problems)
-
-
-def _examine_accelerate(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
-    archives: list[Callable[[], TorchArchive]] = []
-    nbytes = 0
-    for part in parts_of(path).values():
-        if isinstance(part, DcpFolder):
-            problems += part.misplaced()
-            archives += part.archives()
-            nbytes += part.nbytes
-        else:
-            archives.append(partial(TorchArchive, part.path))
-            nbytes += os.path.getsize(part.path)
-    return _examine_archives(archives, nbytes, start, problems)
 
 
 # The first that fits is taken.
@@ -115,13 +104,19 @@ FORMATS = (
         lambda path, choices: read_ours(path, with_optimizer=choices.only != "model"),
         examine_ours,
     ),
-    Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, _examine_dcp),
+    Format(
+        "dcp",
+        "a folder of torch.distributed.checkpoint",
+        is_dcp,
+        read_dcp,
+        lambda path, *how: _examine_archives([DcpFolder(path)], *how),
+    ),
     Format(
         "accelerate",
         "a folder of accelerate, or of the Trainer of transformers, with torch's FSDP",
         is_accelerate,
         read_accelerate,
-        _examine_accelerate,
+        lambda path, *how: _examine_archives(parts_of(path).values(), *how),
     ),
     Format(
         "fairscale",
@@ -142,7 +137,7 @@ FORMATS = (
         "a file of torch.save",
         lambda path: os.path.isfile(path) and is_torch_file(path),
         lambda path, choices: source_of_tree("torch", path, TorchArchive(path).content, choices),
-        lambda path, *how: _examine_archives([partial(TorchArchive, path)], os.path.getsize(path), *how),
+        lambda path, *how: _examine_archives([path], *how),
     ),
     Format(
         "safetensors",

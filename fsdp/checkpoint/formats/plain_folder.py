@@ -50,9 +50,9 @@ def read_plain(path: str, optimizer: str, choices: Choices, groups: Sequence[Seq
             identity += archive.identity
             if groups is not None:
                 choices = replace(choices, param_order=_in_order(optimizer, archive.content, groups))
+    identity = hashlib.sha256(identity.encode()).hexdigest()
     with reading(path):
-        source = source_of_tree("safetensors", path, tree, choices)
-    return replace(source, identity=hashlib.sha256(identity.encode()).hexdigest())
+        return source_of_tree("safetensors", path, tree, choices, identity=identity)
 
 
 def _model_in(path: str) -> tuple[Mapping[str, Any], str]:

@@ -42,7 +42,6 @@ from fsdp.checkpoint.formats.trees import (
     DEFAULT,
     Choices,
     NamedState,
-    Paths,
     SavedOptimizer,
     is_optimizer_state,
     is_single,
@@ -70,16 +69,13 @@ _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _Groups = dict[tuple[str, str], dict[int, str]]
 
 
-def rank_files(path: Paths) -> list[str]:
+def rank_files(path: str | os.PathLike[str]) -> list[str]:
     """Return the files of all ranks, in order.
 
     Args:
         path: a folder with a file for each rank, whose last number is the rank; any of these files; their common name
-            (``checkpoint_last.pt`` for ``checkpoint_last-shard0.pt`` and so on); a single file; or a list of all
-            files, in order.
+            (``checkpoint_last.pt`` for ``checkpoint_last-shard0.pt`` and so on); or a single file.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        return [os.fspath(each) for each in path]
     place = os.fspath(path)
     folder, name = os.path.split(place)
     matched = _NUMBER.match(name)
@@ -162,8 +158,8 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
 class RankFiles:
     """The files of all ranks, which are combined into a single checkpoint."""
 
-    def __init__(self, path: Paths, choices: Choices) -> None:
-        self.title = os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
+    def __init__(self, path: str | os.PathLike[str], choices: Choices) -> None:
+        self.title = os.fspath(path)
         if choices.model_key is not None or choices.optimizer_key is not None:
             raise ValueError(f"{self.title}: model and optimizer are found by their contents: leave out their keys")
         self.files = [TorchArchive(each) for each in rank_files(path)]
@@ -264,7 +260,7 @@ def _is_local(state_dict: Mapping[Any, Any]) -> bool:
     return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
 
 
-def open_fsdp1(path: Paths, choices: Choices = DEFAULT) -> Source:
+def open_fsdp1(path: str | os.PathLike[str], choices: Choices = DEFAULT) -> Source:
     """Open a file or ranks' files of FSDP1; close it when it is read."""
     ranks = RankFiles(path, choices)
     files = ranks.files

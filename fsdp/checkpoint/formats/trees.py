@@ -38,7 +38,6 @@ _EXTRA = "_extra_state"
 _DDP = "module."
 _STATE, _GROUPS = "state", "param_groups"
 Path = tuple[Any, ...]
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ class Choices:
     optimizer_key: str | None = None
     param_order: Sequence[str] | None = None  # for optimizers that go by numbers: names, or FairScale's keys of shards
     only: str | None = None  # "model" or "optimizer", if only that part is needed
-    optimizer_files: Paths | None = None  # for ranks' files, if optimizer state is in separate files
+    optimizer_files: str | os.PathLike[str] | None = None  # for ranks' files, if optimizer state is in separate files
 
 
 DEFAULT = Choices()
 
 
-def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
-    """Return the source for a tree of mappings and lists with lazy tensors."""
+def source_of_tree(word: str, path: str, tree: Any, choices: Choices, **known: Any) -> Source:
+    """Return the source for a tree of mappings and lists with lazy tensors; `known` has other fields of it."""
     notes: list[str] = []
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
@@ -80,7 +79,7 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
         optimizer, optimizer_rest = TensorReader(path, named.tensors), named.rest()
     found = values_of(rest, (), notes)
     values = encoded(found[VALUES] if [*found] == [*rest] == [VALUES] else found, VALUES) if found else None
-    return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
+    return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes), **known)
 
 
 def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Path | None:

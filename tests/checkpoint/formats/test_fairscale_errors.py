@@ -76,8 +76,10 @@ def test_a_file_of_another_model_is_among_them(folder: Path) -> None:
 
 
 def test_files_in_a_wrong_order(folder: Path) -> None:
-    files = [shard(folder, rank) for rank in (0, 2, 1)]
-    fails(files, shard(folder, 2), "ends with 2 elements of padding", f"{shard(folder, 1)} goes on after it")
+    last = shard(folder, 2).rename(folder / "last.pt")
+    shard(folder, 1).rename(shard(folder, 2))
+    last.rename(shard(folder, 1))
+    fails(folder, shard(folder, 1), "ends with 2 elements of padding", f"{shard(folder, 2)} goes on after it")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -132,10 +134,9 @@ def test_a_file_that_is_no_dict(folder: Path) -> None:
     fails(folder, shard(folder, 0), "has a list in it")
 
 
-def test_a_key_that_the_weights_lack_is_named_and_may_be_left_out(folder: Path) -> None:
+def test_a_key_that_the_weights_lack_is_named(folder: Path) -> None:
     change(shard(folder, 0), lambda content: content["model"].pop("norm.running_var"))
     fails(folder, shard(folder, 0), "'norm.running_var' is missing", "strict=False")
-    assert "norm.running_var" not in open_fairscale(folder, strict=False).model.tensors
 
 
 def test_a_value_among_the_weights_that_is_no_tensor(folder: Path) -> None:
@@ -204,7 +205,7 @@ def test_a_full_state_of_another_model(folder: Path) -> None:
     content = torch.load(RECORDED / "optim-flat-2" / "full.pt", weights_only=True)
     content["param_id_map"][8] = 1
     torch.save(content, folder / "full.pt")
-    fails(shard(folder, 0), folder / "full.pt", "has 9 parameters", "name 8", optimizer_files=[folder / "full.pt"])
+    fails(shard(folder, 0), folder / "full.pt", "has 9 parameters", "name 8", optimizer_files=folder / "full.pt")
 
 
 def test_two_optimizers_are_left_out_and_told_of(folder: Path) -> None:

@@ -150,9 +150,11 @@ def test_sharded_state_of_dtensors_is_whole(ranks: RankPool, tmp_path: Path, wor
     assert_is(open_fsdp1(tmp_path), truth(tmp_path))
 
 
-def test_dtensors_say_whose_they_are_in_whatever_order_files_are_given(ranks: RankPool, tmp_path: Path) -> None:
+def test_dtensors_say_whose_they_are_whatever_numbers_their_files_have(ranks: RankPool, tmp_path: Path) -> None:
     ranks(3).run(save, tmp_path, "sharded", {"mesh": (3,)})
-    assert_is(open_fsdp1([tmp_path / f"rank{rank}.pt" for rank in (2, 0, 1)]), truth(tmp_path))
+    for number, rank in enumerate((2, 0, 1)):
+        (tmp_path / f"rank{rank}.pt").rename(tmp_path / f"other-rank{number}.pt")
+    assert_is(open_fsdp1(tmp_path), truth(tmp_path))
 
 
 def test_sharded_state_of_replicas_is_that_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
