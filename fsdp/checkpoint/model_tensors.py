@@ -29,9 +29,10 @@ from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import Unit, outermost_units, own_modules, units_of
+from fsdp.layers.deferred_init import require_values_everywhere
 from fsdp.layers.managed_params import is_packed
 from fsdp.layers.module_overrides import Conversions
-from fsdp.layers.state_dict.full import ensure_agreed
+from fsdp.layers.state_dict.full import ensure_agreed, ensure_same_values
 from fsdp.layers.state_dict.sharded import is_apart
 from fsdp.layers.state_requests import require_shards
 
@@ -349,8 +350,8 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
             )
 
 
-def all_ranks(everyone: Sequence[Ranks], what: str = "save a checkpoint") -> Ranks:
-    """Return the ranks that save a checkpoint together; of a model without units, all ranks."""
+def all_ranks(everyone: Sequence[Ranks], what: str) -> Ranks:
+    """Return the ranks that save a model together; of a model without units, all ranks."""
     if len(everyone) > 1:
         raise RuntimeError(
             f"cannot {what}: the outermost units of this model are spread over different ranks. "
@@ -361,6 +362,17 @@ def all_ranks(everyone: Sequence[Ranks], what: str = "save a checkpoint") -> Ran
     if dist.is_available() and dist.is_initialized():
         return (communicator(default_group(None), HOST),)
     return (LONE_RANK,)
+
+
+def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
+    """Collective. Return the units of a model whose values can be saved or sent, and the ranks that do it together."""
+    units, everyone = prepared(model, what)
+    ranks = all_ranks(everyone, what)
+    _require_one_model(model, units, what)
+    for unit in outermost_units(model):
+        require_values_everywhere(unit, what)
+        ensure_same_values(unit)
+    return units, ranks
 
 
 def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
@@ -375,7 +387,7 @@ def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
     return {plain_name(name): target for name, target in sorted(named, key=lambda pair: place(pair[0]))}
 
 
-def require_one_model(model: nn.Module, units: Sequence[Unit], what: str = "save a checkpoint") -> None:
+def _require_one_model(model: nn.Module, units: Sequence[Unit], what: str) -> None:
     """Raise RuntimeError if other ranks have other parameters under the same names."""
     most = max((size_of(unit.everyone) for unit in outermost_units(model)), default=1)
     for unit in units:
@@ -388,7 +400,7 @@ def require_one_model(model: nn.Module, units: Sequence[Unit], what: str = "save
             )
 
 
-def written_here(tensors: Mapping[str, Target], ranks: Ranks, what: str = "save a checkpoint") -> set[str]:
+def written_here(tensors: Mapping[str, Target], ranks: Ranks, what: str) -> set[str]:
     """Collective. Return the names of the tensors that this rank writes: of replicas, the first rank writes."""
 
     def digests() -> tuple[dict[str, bytes], tuple[int, set[bytes]]]:

@@ -47,7 +47,7 @@ from fsdp.checkpoint.model_tensors import (
     handles_of,
     named_tensors,
     prepared,
-    require_one_model,
+    ready,
     written_here,
 )
 from fsdp.checkpoint.optim import Optimizers, common_state, kinds_to_save, state_entries
@@ -64,9 +64,8 @@ from fsdp.distributed.consensus import (
     told_by_all,
 )
 from fsdp.distributed.devices import HOST
-from fsdp.engine.unit import Unit, outermost_units
-from fsdp.layers.deferred_init import require_values_everywhere
-from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
+from fsdp.engine.unit import Unit
+from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.optim_utils.state import OwnKinds, options_as_text, require_same_options
 from fsdp.state_dict_utils import StateDictStager
 
@@ -228,8 +227,7 @@ def prepare(
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
     """Collective. Return the plan, the ranks that write, and the units whose memory the plan uses."""
-    units, everyone = prepared(model, _WHAT)
-    ranks = all_ranks(everyone)
+    units, ranks = ready(model, _WHAT)
 
     def settings() -> tuple[None, tuple[str, str]]:
         _check_arguments(place, dtype, max_file_bytes)
@@ -238,17 +236,13 @@ def prepare(
         return None, (text, text)
 
     require_same(ranks, "places or settings for a checkpoint", told_by_all(ranks, _WHAT, settings)[1])
-    require_one_model(model, units)
-    for unit in outermost_units(model):
-        require_values_everywhere(unit, _WHAT)
-        ensure_same_values(unit)
 
     def begin() -> dict[str, Target]:
         place.require_replaceable()
         return named_tensors(model, units)
 
     tensors = done_by_all([ranks], "find its part of a checkpoint", begin)
-    written = written_here(tensors, ranks)
+    written = written_here(tensors, ranks, _WHAT)
     state_to_save = None if optimizer is None else _optimizer_state(optimizer, tensors, written, ranks)
 
     def look() -> tuple[Plan, tuple[str, str]]:
@@ -535,7 +529,7 @@ class Saver(AbstractContextManager["Saver"]):
             Also all exceptions that `fsdp.save` raises before it writes.
         """
         what = "save a checkpoint in the background"
-        ranks = all_ranks(prepared(model, what)[1])
+        ranks = all_ranks(prepared(model, what)[1], what)
         done_by_all([ranks], what, self._require_room)
         done_by_all([ranks], "save the last checkpoint", self._finish)
         place = Place(path, step, keep)

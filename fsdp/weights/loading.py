@@ -17,7 +17,7 @@ from fsdp.checkpoint.loader import does_not_fit, misfits
 from fsdp.checkpoint.model_tensors import all_ranks, keys_of, prepared, tensors_in
 from fsdp.checkpoint.writer import release
 from fsdp.distributed.collectives import during
-from fsdp.distributed.consensus import done_by_all, from_everyone, sent_by_first
+from fsdp.distributed.consensus import done_by_all, sent_by_first, told_by_all
 from fsdp.layers.state_dict.full import stored_buffers
 from fsdp.weights.plan import Run, WeightPlan
 from fsdp.weights.receiver import Receiver
@@ -122,14 +122,13 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
     sink = ModelSink(model, strict=strict)
     ranks = all_ranks(sink.everyone, _WHAT)
 
-    def begin() -> Source | None:
+    def begin() -> tuple[Source | None, WeightPlan | None]:
         found = source.next() if isinstance(source, Receiver) else source
         if found is not None and not (hasattr(found, "plan") and callable(getattr(found, "buckets", None))):
             raise TypeError(f"source must be an fsdp.weights.Update, a Receiver or None, got {found!r}")
-        return found
+        return found, None if found is None else replace(found.plan, rank=0)
 
-    own = done_by_all([ranks], "begin to receive weights", begin)
-    plans = from_everyone(ranks, None if own is None else replace(own.plan, rank=0))
+    own, plans = told_by_all(ranks, "begin to receive weights", begin)
     plan, count = plans[0], sum(each is not None for each in plans)
     if plan is None or count not in (1, len(plans)):
         raise ValueError("source must be passed on the first rank only, or on every rank")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.checkpoint.model_tensors import ready
 from fsdp.checkpoint.writer import release
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import done_by_all, from_everyone, number_among
@@ -29,7 +30,7 @@ from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.weights.links import Kind, Link, accept, connect, is_shared_memory, key_of, listening, text_of
 from fsdp.weights.plan import PlannedTensor, WeightPlan, box_view, shares
 from fsdp.weights.sinks import Sink
-from fsdp.weights.stream import Rename, Settings, Stream, ready
+from fsdp.weights.stream import Rename, Settings, Stream
 
 _WHAT = "serve weights"
 _ONE_BUCKET = 1 << 62  # bytes: ranges on request need no buckets

@@ -1,10 +1,9 @@
 """`stream_weights` sends all weights of a sharded model to a sink, in bounded buckets.
 
-[Note: agreements] Besides the exchange of buckets, the ranks communicate five short messages in each stream: they
-report that they are ready, compare their settings, report that their sinks are open, report that all buckets are
-consumed, and report that their sinks are closed. An exception on a rank is therefore raised on all ranks, and no rank
-waits for it. A rank whose sink has failed continues to exchange buckets, because the other ranks do not know of the
-failure yet.
+[Note: agreements] Besides the exchange of buckets, the ranks communicate four short messages in each stream: they
+compare their settings, report that their sinks are open, report that all buckets are consumed, and report that their
+sinks are closed. An exception on a rank is therefore raised on all ranks, and no rank waits for it. A rank whose sink
+has failed continues to exchange buckets, because the other ranks do not know of the failure yet.
 """
 
 from __future__ import annotations
@@ -23,24 +22,20 @@ from torch import Tensor, nn
 from fsdp.checkpoint.model_tensors import (
     Held,
     Target,
-    UnshardedTensor,
-    all_ranks,
     dtype_in_files,
     handles_of,
     named_tensors,
-    prepared,
-    require_one_model,
+    ready,
     written_here,
 )
 from fsdp.checkpoint.writer import release
 from fsdp.distributed.collectives import LONE_RANK, communicator, during
 from fsdp.distributed.communicator import Communicator, default_group
-from fsdp.distributed.consensus import Ranks, agree_on_outcome, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.consensus import Ranks, agree_on_outcome, from_everyone, number_among, size_of, told_by_all
 from fsdp.distributed.devices import HOST
 from fsdp.engine.names import plain_name
-from fsdp.engine.unit import Unit, outermost_units
-from fsdp.layers.deferred_init import require_values_everywhere
-from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
+from fsdp.engine.unit import Unit
+from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.weights.assembly import Assembly, Shards
 from fsdp.weights.changes import Snapshot
 from fsdp.weights.plan import Holding, PlannedTensor, WeightPlan, chosen, groups_of, in_buckets
@@ -185,17 +180,6 @@ def stream_weights(
             release(units)
 
 
-def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
-    """Collective. Return the units of a model whose weights can be sent, and the ranks that send them."""
-    units, everyone = prepared(model, what)
-    ranks = all_ranks(everyone, what)
-    require_one_model(model, units, what)
-    for unit in outermost_units(model):
-        require_values_everywhere(unit, what)
-        ensure_same_values(unit)
-    return units, ranks
-
-
 class Stream:
     """A single stream of a model. The constructor and `run` are collective."""
 
@@ -209,8 +193,9 @@ class Stream:
         since: Snapshot | None,
     ) -> None:
         self._units, self._ranks, self._rank, self._since = units, ranks, number_among(ranks), since
+        known, comm = _plans.setdefault(model, {}), _comm_of(ranks)
 
-        def look() -> str:
+        def look() -> tuple[str, tuple[str, bool, str, str, int, str]]:
             self._sink, asked = sink_of(sink), settings()
             if since is not None and not (isinstance(since, Snapshot) and getattr(self._sink, "takes_changes", False)):
                 raise TypeError(
@@ -219,22 +204,20 @@ class Stream:
                 )
             self._content = _Content.of(model, units, asked)
             self._buckets = in_buckets(self._content.tensors, asked.bucket_bytes, self._content.groups)
-            return _digest((asked.bucket_bytes, self._content.tensors, self._content.groups))
+            common = _digest((asked.bucket_bytes, self._content.tensors, self._content.groups))
+            key = f"{common} {_digest(self._content.held)}"
+            kind = "" if self._sink is None else getattr(self._sink, "receives", "buckets")
+            base = "" if since is None else since.base(key)
+            return key, (common, key in known, kind, secrets.token_hex(8), comm.rank, base)
 
-        common = done_by_all([ranks], _WHAT, look)
-        known = _plans.setdefault(model, {})
-        key = f"{common} {_digest(self._content.held)}"
-        kind = "" if self._sink is None else getattr(self._sink, "receives", "buckets")
-        comm = _comm_of(ranks)
-        base = "" if since is None else since.base(key)
-        heard = from_everyone(ranks, (common, key in known, kind, secrets.token_hex(8), comm.rank, base))
+        self._key, heard = told_by_all(ranks, _WHAT, look)
         self._require_agreement(heard)
         if not all(has_plan for _, has_plan, *_ in heard):
-            known[key] = self._planned()
+            known[self._key] = self._planned()
             while len(known) > _MOST_PLANS:
                 del known[next(iter(known))]
-        self._known = known[key]
-        self._key, base = key, base if all(each[5] == base for each in heard) else ""
+        self._known = known[self._key]
+        base = heard[0][5] if len({each[5] for each in heard}) == 1 else ""
         self.plan = replace(self._known.plan, rank=self._rank, stream=heard[0][3], base=base)
         self._kinds = [each[2] for each in heard]
         self._comm, self._places = comm, [each[4] for each in heard]
@@ -269,21 +252,20 @@ class Stream:
                     f"cannot {_WHAT}: the ranks hold {held} of {tensor.shape.numel()} elements of {tensor.name}"
                 )
         plan = WeightPlan(content.tensors, self._buckets, parts)
-        return _Known(plan, [held for held, _ in heard], frozenset(self._alike()))
+        return _Known(plan, [held for held, _ in heard], self._alike())
 
-    def _alike(self) -> Iterable[int]:
+    def _alike(self) -> frozenset[int]:
         """Return the tensors of which replicas have equal values: no buffers, and no norms that each rank trains."""
         many = size_of(self._ranks) > 1
         apart = {
             handle for unit in self._units if many and size_of(unit.everyone) == 1 for handle in handles_of([unit])
         }
-        for number, target in enumerate(self._content.targets.values()):
-            if isinstance(target, UnshardedTensor):
-                is_alike = isinstance(target.param, nn.Parameter)
-            else:
-                is_alike = target.handle not in apart
-            if is_alike:
-                yield number
+        targets = enumerate(self._content.targets.values())
+        return frozenset(
+            number
+            for number, target in targets
+            if isinstance(target.param, nn.Parameter) and target.handle not in apart
+        )
 
     @property
     def own(self) -> Holding:
