@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.checkpoint.model_tensors import (
-    Held,
-    Target,
     dtype_in_files,
     handles_of,
     named_tensors,
@@ -69,39 +67,6 @@ class Settings:
         if not isinstance(new, str) or not new:
             raise TypeError(f"rename must return a name for {name}, got {new!r}")
         return new
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The tensors that this rank finds for a stream, before the ranks have compared them."""
-
-    targets: dict[str, Target]  # by the first plain name, in the order of the model
-    tensors: tuple[PlannedTensor, ...]
-    groups: list[list[int]]
-    held: dict[int, Held]
-
-    @classmethod
-    def of(cls, model: nn.Module, units: Sequence[Unit], settings: Settings) -> _Content:
-        found = named_tensors(model, units)
-        if not settings.buffers:
-            found = {name: target for name, target in found.items() if isinstance(target.param, nn.Parameter)}
-        names = [list(dict.fromkeys([name, *map(plain_name, target.names)])) for name, target in found.items()]
-        numbers = chosen(names, settings.only)
-        targets = {names[number][0]: found[names[number][0]] for number in numbers}
-        names = [names[number] for number in numbers]
-        groups = groups_of(names, settings.together)
-        tensors = []
-        taken: dict[str, str] = {}
-        for (name, target), every in zip(targets.items(), names, strict=True):
-            if target.param.is_meta:
-                raise RuntimeError(f"cannot {_WHAT}: {name} is on the meta device and has no values")
-            sent = tuple(dict.fromkeys(map(settings.renamed, every)))
-            for each in sent:
-                if taken.setdefault(each, name) != name:
-                    raise ValueError(f"rename gives {taken[each]} and {name} the same name {each}")
-            tensors.append(PlannedTensor(sent, dtype_in_files(target, settings.dtype), target.shape, target.form))
-        held = {number: target.held for number, target in enumerate(targets.values())}
-        return cls(targets, tuple(tensors), groups, {number: one for number, one in held.items() if one is not None})
 
 
 @dataclass(frozen=True)
@@ -202,10 +167,10 @@ class Stream:
                     "since must be a fsdp.weights.Snapshot, for a sink that supports changes (SocketSink, "
                     f"SharedMemorySink), got {since!r} for {type(self._sink).__name__}"
                 )
-            self._content = _Content.of(model, units, asked)
-            self._buckets = in_buckets(self._content.tensors, asked.bucket_bytes, self._content.groups)
-            common = _digest((asked.bucket_bytes, self._content.tensors, self._content.groups))
-            key = f"{common} {_digest(self._content.held)}"
+            self._find(model, asked)
+            self._buckets = in_buckets(self._tensors, asked.bucket_bytes, self._groups)
+            common = _digest((asked.bucket_bytes, self._tensors, self._groups))
+            key = f"{common} {_digest(self._held)}"
             kind = "" if self._sink is None else getattr(self._sink, "receives", "buckets")
             base = "" if since is None else since.base(key)
             return key, (common, key in known, kind, secrets.token_hex(8), comm.rank, base)
@@ -221,6 +186,29 @@ class Stream:
         self.plan = replace(self._known.plan, rank=self._rank, stream=heard[0][3], base=base)
         self._kinds = [each[2] for each in heard]
         self._comm, self._places = comm, [each[4] for each in heard]
+
+    def _find(self, model: nn.Module, settings: Settings) -> None:
+        """Find the tensors of the stream on this rank, before the ranks have compared them."""
+        found = named_tensors(model, self._units)
+        if not settings.buffers:
+            found = {name: target for name, target in found.items() if isinstance(target.param, nn.Parameter)}
+        names = [list(dict.fromkeys([name, *map(plain_name, target.names)])) for name, target in found.items()]
+        names = [names[number] for number in chosen(names, settings.only)]
+        self._targets = {each[0]: found[each[0]] for each in names}  # in the order of the model
+        self._groups = groups_of(names, settings.together)
+        tensors = []
+        taken: dict[str, str] = {}
+        for (name, target), every in zip(self._targets.items(), names, strict=True):
+            if target.param.is_meta:
+                raise RuntimeError(f"cannot {_WHAT}: {name} is on the meta device and has no values")
+            sent = tuple(dict.fromkeys(map(settings.renamed, every)))
+            for each in sent:
+                if taken.setdefault(each, name) != name:
+                    raise ValueError(f"rename gives {taken[each]} and {name} the same name {each}")
+            tensors.append(PlannedTensor(sent, dtype_in_files(target, settings.dtype), target.shape, target.form))
+        self._tensors = tuple(tensors)
+        held = {number: target.held for number, target in enumerate(self._targets.values())}
+        self._held = {number: one for number, one in held.items() if one is not None}
 
     def _require_agreement(self, heard: Sequence[Any]) -> None:
         for rank, (common, _, kind, *_) in enumerate(heard):
@@ -239,19 +227,18 @@ class Stream:
 
     def _planned(self) -> _Known:
         """Collective. Return the plan of this model, which requires the elements that each rank holds."""
-        content = self._content
-        written = written_here(content.targets, self._ranks, _WHAT)
-        numbers = {number for number, name in enumerate(content.targets) if name in written}
-        unplaced = {number: replace(held, offset=0) for number, held in content.held.items()}  # as other ranks see it
+        written = written_here(self._targets, self._ranks, _WHAT)
+        numbers = {number for number, name in enumerate(self._targets) if name in written}
+        unplaced = {number: replace(held, offset=0) for number, held in self._held.items()}  # as other ranks see it
         heard = from_everyone(self._ranks, (unplaced, numbers))
         parts = tuple({number: held[number] for number in sorted(own)} for held, own in heard)
-        for number, tensor in enumerate(content.tensors):
+        for number, tensor in enumerate(self._tensors):
             held = sum(part[number].numel for part in parts if number in part)
             if held != tensor.shape.numel():
                 raise RuntimeError(
                     f"cannot {_WHAT}: the ranks hold {held} of {tensor.shape.numel()} elements of {tensor.name}"
                 )
-        plan = WeightPlan(content.tensors, self._buckets, parts)
+        plan = WeightPlan(self._tensors, self._buckets, parts)
         return _Known(plan, [held for held, _ in heard], self._alike())
 
     def _alike(self) -> frozenset[int]:
@@ -260,7 +247,7 @@ class Stream:
         apart = {
             handle for unit in self._units if many and size_of(unit.everyone) == 1 for handle in handles_of([unit])
         }
-        targets = enumerate(self._content.targets.values())
+        targets = enumerate(self._targets.values())
         return frozenset(
             number
             for number, target in targets
@@ -270,11 +257,11 @@ class Stream:
     @property
     def own(self) -> Holding:
         """The elements that this rank sends, in its vectors."""
-        return {number: self._content.held[number] for number in self.plan.parts[self._rank]}
+        return {number: self._held[number] for number in self.plan.parts[self._rank]}
 
     def vectors(self) -> dict[int, Tensor]:
         """Return this rank's vectors by the number of a tensor, see `Held`."""
-        return {number: target.vector(name) for number, (name, target) in enumerate(self._content.targets.items())}
+        return {number: target.vector(name) for number, (name, target) in enumerate(self._targets.items())}
 
     def run(self) -> WeightPlan:
         """Collective. Send all buckets."""
@@ -309,7 +296,7 @@ class Stream:
             return partial(self._send_parts, shards, memory)
         consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
         known, comm = self._known, self._comm.for_device(device)
-        assembly = Assembly(shards, self._content.held, known.holdings, known.alike, consumers, comm, self._places)
+        assembly = Assembly(shards, self._held, known.holdings, known.alike, consumers, comm, self._places)
         return lambda job: assembly.buckets(job.bucket)
 
     def _send_parts(self, shards: Shards, memory: Tensor, job: _Consumption) -> None:
