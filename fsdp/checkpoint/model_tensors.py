@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.checkpoint.formats.source import TensorReader
-from fsdp.checkpoint.safetensors import KINDS, Entry, Part
+from fsdp.checkpoint.safetensors import KINDS, Entry
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.communicator import Communicator, default_group, own_rank, ranks_of
 from fsdp.distributed.consensus import Ranks, from_everyone, number_among, size_of, told_by_all
@@ -447,15 +447,14 @@ def dtype_in_files(target: Target, dtype: torch.dtype | None) -> torch.dtype:
 def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:
     """Return the entry of a tensor to save, with the part that this rank writes."""
     vector, held = target.vector(name), target.held
-    own = None if held is None else vector[held.offset : held.offset + held.numel]
-    part = part_of(target, own) if name in written else None
-    return Entry(name, dtype_in_files(target, dtype), target.shape, part, target.form)
+    own = None if held is None or name not in written else vector[held.offset : held.offset + held.numel]
+    return Entry(name, dtype_in_files(target, dtype), target.shape, *part_of(target, own), target.form)
 
 
-def part_of(target: Target, flat: Tensor | None) -> Part | None:
-    """Return this rank's part of a tensor, or of an optimizer's elementwise state of the tensor."""
+def part_of(target: Target, flat: Tensor | None) -> tuple[Tensor | None, list[tuple[int, int]] | None]:
+    """Return this rank's values of a tensor, or of an optimizer's elementwise state of the tensor, and their ranges."""
     if target.held is None or flat is None:
-        return None
+        return None, None
     if flat.stride(0) != 1:  # for example a buffer of every second element of a tensor
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return Part(target.held.ranges(target.shape), flat)
+    return flat, target.held.ranges(target.shape)

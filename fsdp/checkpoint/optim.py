@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
 from fsdp.checkpoint.model_tensors import Target, keys_of, part_of, read_held
-from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry, Part
+from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.dtensor import local_part
 from fsdp.distributed.gather_extension import values_of
@@ -222,16 +222,16 @@ def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Colle
             target = optimizers.tensors[original.name]
             for key, kind in known.items():
                 if isinstance(kind, Elements):
-                    part = None
+                    part: tuple[Tensor | None, list[tuple[int, int]] | None] = None, None
                     if key in vectors and one.is_owned:
                         # The first replica writes. A parameter that is not shared has all ranks as owners, and its
                         # writer also writes the state.
                         is_first = original.name in written if one.handle is None else one.replicas.rank == 0
-                        part = Part.whole(vectors[key]) if is_first else None
+                        part = (vectors[key], [(0, vectors[key].numel())]) if is_first else part
                     elif key in vectors and original.name in written:
                         part = part_of(target, _elements_of(original, one, target, vectors[key]))
                     shape = original.shape if kind.shape is None else kind.shape
-                    entries.append(Entry(f"{original.name}/{key}", kind.dtype, shape, part))
+                    entries.append(Entry(f"{original.name}/{key}", kind.dtype, shape, *part))
     named = [[original.name for one in group for original in one.originals] for group in optimizers.groups]
     return entries, rest_of(optimizers.name, zip(optimizers.param_groups, named, strict=True), states)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp.checkpoint.safetensors import KINDS, SUFFIX, Entry, Part, SafetensorsFiles, plan, write_at
+from fsdp.checkpoint.safetensors import KINDS, SUFFIX, Entry, SafetensorsFiles, plan, write_at
 from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.devices import HOST, has_streams, is_host
 from fsdp.engine.originals import is_ours
@@ -184,7 +184,7 @@ class FileCopies:
 
     def keep(self, named: Sequence[NamedStorage]) -> list[UntypedStorage]:
         values = [(name, _elements(storage, dtype)) for name, dtype, storage in named]
-        entries = [Entry(name, each.dtype, each.shape, Part.whole(each)) for name, each in values]
+        entries = [Entry(name, each.dtype, each.shape, each) for name, each in values]
         os.makedirs(self._folder, exist_ok=True)
         before = self._path
         fd, self._path = tempfile.mkstemp(SUFFIX, f"parked-rank-{own_rank()}-", self._folder)

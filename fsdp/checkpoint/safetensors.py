@@ -384,37 +384,42 @@ class CheckedFiles(SafetensorsFiles):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Elements of a tensor in some row-major ranges, which are consecutive in `values`.
+class Entry:
+    """A tensor to write, and the elements that this rank writes, if any."""
 
-    `values` is flat, of any dtype and device.
-    """
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    values: Tensor | FoundTensor | None = None  # flat, of any dtype and device
+    ranges: Sequence[tuple[int, int]] | None = None  # row-major, consecutive in `values`; None for all of the tensor
+    form: str = ""  # of a parameter that is in the file in another form, as its bytes
 
-    ranges: Sequence[tuple[int, int]]
-    values: Tensor | FoundTensor
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
-    @classmethod
-    def whole(cls, values: Tensor | FoundTensor) -> Part:
-        return cls([(0, values.numel())], values)
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """Return which bytes of the tensor its values are."""
+        ranges = [(0, self.shape.numel())] if self.ranges is None else self.ranges
+        return [(start * self.dtype.itemsize, stop * self.dtype.itemsize) for start, stop in ranges]
 
-    def extents(self, dtype: torch.dtype) -> list[tuple[int, int]]:
-        """Return which bytes of the tensor they are if it is of this dtype."""
-        return [(start * dtype.itemsize, stop * dtype.itemsize) for start, stop in self.ranges]
-
-    def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, memoryview]]:
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
         """Yield the number of a first byte, and bytes from there on to the border of a block, or to a range's end."""
-        values, size = self.values, dtype.itemsize
+        values, size = self.values, self.dtype.itemsize
+        if values is None:
+            return
         # Whole blocks of data from files, so that each block is compared with its checksum immediately.
         stored_size = min(size, values.dtype.itemsize) if isinstance(values, FoundTensor) else size
         group = BLOCK_BYTES * size // stored_size
         first = 0
-        for batch in _batches((span for extent in self.extents(dtype) for span in spans(*extent, group)), group):
+        for batch in _batches((span for extent in self.extents for span in spans(*extent, group)), group):
             last = first + sum(end - begin for begin, end in batch) // size
             if isinstance(values, FoundTensor):
-                chunk = torch.empty(last - first, dtype=dtype, device="cpu")
+                chunk = torch.empty(last - first, dtype=self.dtype, device="cpu")
                 values.reader.read(values.name, chunk, first)
             else:
-                chunk = values.detach()[first:last].to("cpu", dtype)
+                chunk = values.detach()[first:last].to("cpu", self.dtype)
             memory = host_bytes(chunk)
             for start, stop in (one for span in batch for one in spans(*span)):
                 yield start, memory[: stop - start]
@@ -434,24 +439,6 @@ def _batches(every: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple
         room -= end - begin
     if batch:
         yield batch
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A tensor to write, and the part that this rank writes, if any."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    part: Part | None = None
-    form: str = ""  # of a parameter that is in the file in another form, as its bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        return iter(()) if self.part is None else self.part.chunks(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -545,7 +532,7 @@ def write_parts(
     """Write this rank's parts into files that are there, have the disk keep them, and return their checksums."""
     with closing(ChecksumThreads()) as checksums:
         for file in files:
-            mine = [entry for entry in entries if entry.name in file.begins and entry.part is not None]
+            mine = [entry for entry in entries if entry.name in file.begins and entry.values is not None]
             if not mine:
                 continue
             with opened_to_write(folder, file) as fd:

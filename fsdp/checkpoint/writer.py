@@ -51,7 +51,7 @@ from fsdp.checkpoint.model_tensors import (
     written_here,
 )
 from fsdp.checkpoint.optim import Optimizers, common_state, kinds_to_save, state_entries
-from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, store_at, write_parts
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, PlannedFile, opened_to_write, store_at, write_parts
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import CollectiveError, own_rank
 from fsdp.distributed.consensus import (
@@ -402,7 +402,7 @@ class Senders:
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].on_host.for_device(HOST)
         self._own = number_among(ranks)
-        extents = {entry.name: entry.part.extents(entry.dtype) for entry in entries if entry.part is not None}
+        extents = {entry.name: entry.extents for entry in entries if entry.values is not None}
         heard = from_everyone(ranks, extents)
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
         for rank in self.ranks:
@@ -568,11 +568,11 @@ class Saver(AbstractContextManager["Saver"]):
             self._saved = self._jobs.pop().result()
 
     def _copied(self, found: Plan) -> Plan:
-        parts = [entry.part for each in found.sets for entry in each.entries if entry.part is not None]
-        copies = iter(self._stager.stage([part.values for part in parts]))
+        values = [entry.values for each in found.sets for entry in each.entries if entry.values is not None]
+        copies = iter(self._stager.stage(values))
 
         def copied(entry: Entry) -> Entry:
-            return entry if entry.part is None else replace(entry, part=Part(entry.part.ranges, next(copies)))
+            return entry if entry.values is None else replace(entry, values=next(copies))
 
         sets = [TensorSet(each.stem, [copied(entry) for entry in each.entries], each.files) for each in found.sets]
         return replace(found, sets=sets)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsdp.checkpoint.safetensors import Entry, Part, PlannedFile, create, plan, write_parts
+from fsdp.checkpoint.safetensors import Entry, PlannedFile, create, plan, write_parts
 from tests.helpers.equality import assert_same
 
 _ODD_AND_EVEN = [(3,), (16,), (5, 5), (64, 3), (), (1024,), (7, 16), (0,)]
@@ -52,7 +52,7 @@ def test_a_tensor_of_more_dimensions_than_can_be_read_is_not_written() -> None:
 @pytest.mark.parametrize("error", [None, OSError("no such hint here")])
 def test_the_disk_begins_to_store_large_blocks_at_once(tmp_path: Path, error: OSError | None) -> None:
     values = {"large": torch.randn(3 << 18), "small": torch.randn(5)}  # 3 MiB
-    entries = [Entry(name, each.dtype, each.shape, Part.whole(each)) for name, each in values.items()]
+    entries = [Entry(name, each.dtype, each.shape, each) for name, each in values.items()]
     (file,) = plan(entries, "model")
     create(str(tmp_path), file)
     with mock.patch("os.posix_fadvise", side_effect=error) as advise:

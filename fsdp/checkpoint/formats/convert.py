@@ -31,7 +31,7 @@ from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import TensorFiles, TensorSet, manifest_of
 from fsdp.checkpoint.optim import kinds_from_json
-from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, plan, store_at, write_parts
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, plan, store_at, write_parts
 from fsdp.distributed.communicator import some_of
 from fsdp.optim_utils.state import Elements
 from fsdp.state_dict_utils.tree import leaves
@@ -81,7 +81,7 @@ def content_of(
 def _entry(name: str, reader: TensorReader, key: str, dtype: torch.dtype | None) -> Entry:
     found = reader.tensors[key]
     kept = dtype if dtype is not None and found.dtype.is_floating_point else found.dtype
-    return Entry(name, kept, found.shape, Part.whole(found), found.form)
+    return Entry(name, kept, found.shape, found, form=found.form)
 
 
 def require_apart(source: Source, target: str) -> None:
@@ -200,11 +200,10 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
     rooms: dict[Any, Tensor] = {}  # tied tensors stay tied
 
     def make(entry: Entry) -> Tensor:
-        values = None if entry.part is None else entry.part.values
-        if values not in rooms:
-            rooms[values] = torch.empty(entry.shape, dtype=entry.dtype)  # which is never touched
-            entries[id(rooms[values])] = entry
-        return rooms[values]
+        if entry.values not in rooms:
+            rooms[entry.values] = torch.empty(entry.shape, dtype=entry.dtype)  # which is never touched
+            entries[id(rooms[entry.values])] = entry
+        return rooms[entry.values]
 
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
@@ -225,7 +224,7 @@ def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance:
                 continue
             if place.begin not in checksums:
                 checksums[place.begin] = 0
-                own = Entry("", tensor.dtype, tensor.shape, Part.whole(tensor.contiguous().view(-1)))
+                own = Entry("", tensor.dtype, tensor.shape, tensor.contiguous().view(-1))
                 for begin, memory in entries.get(id(tensor), own).chunks():
                     store_at(fd, memory, place.begin + begin)
                     checksums[place.begin] = crc32(memory, checksums[place.begin])
