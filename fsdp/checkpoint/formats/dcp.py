@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import index
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.formats.convert import Advance, Content, new_place, tree_of
-from fsdp.checkpoint.formats.source import Chunk, ChunkedTensor, Source, StridedTensor, are_all_of
+from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor, are_all_of
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 from fsdp.checkpoint.safetensors import Entry
@@ -109,14 +109,13 @@ class DcpFolder:
         dtype, shape = described["properties"].state[0], torch.Size(described["size"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name} is of {dtype!r}")
-        chunks = []
+        chunks: dict[Box, Callable[[], StridedTensor]] = {}
         for chunk in described["chunks"]:
             box = Box(tuple(map(index, chunk.state["offsets"])), tuple(map(index, chunk.state["sizes"])))
-            chunks.append(Chunk(box, partial(_tensor_in, self._items[name, box.offsets], dtype, box)))
-        found = ChunkedTensor(dtype, shape, chunks)
-        if not are_all_of(shape, {chunk.box for chunk in chunks}):
+            chunks[box] = cache(partial(_tensor_in, self._items[name, box.offsets], dtype, box))
+        if not are_all_of(shape, chunks.keys()):
             raise ValueError(f"the chunks of {name} do not make a tensor of shape {list(shape)}")
-        return found
+        return ChunkedTensor(dtype, shape, chunks)
 
     @property
     def world_size(self) -> int | None:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from fsdp.checkpoint.formats.source import (
-    Chunk,
     ChunkedTensor,
     LazyTensor,
     Source,
@@ -374,7 +373,7 @@ def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTenso
             "elements, or some twice. A rank's file is missing, or one is of another number of ranks."
         )
     dtype = next((tensor.dtype for tensor in held.values()), dtype)
-    return ChunkedTensor(dtype, shape, [Chunk(box, partial(held.__getitem__, box)) for box in held if box.numel])
+    return ChunkedTensor(dtype, shape, {box: partial(held.__getitem__, box) for box in held if box.numel})
 
 
 def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, torch.dtype, list[tuple[Box, StridedTensor]]]:

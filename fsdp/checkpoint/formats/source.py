@@ -261,33 +261,21 @@ class StridedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
-    """A box of a tensor, whose position in its file is found on first read."""
-
-    box: Box
-    find: Callable[[], StridedTensor]
-
-    @cached_property
-    def tensor(self) -> StridedTensor:
-        return self.find()
-
-
-@dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """A tensor that is divided into boxes, each somewhere in a file."""
+    """A tensor that is divided into boxes (chunks), each somewhere in a file, which a function finds."""
 
     dtype: torch.dtype
     shape: torch.Size
-    chunks: Sequence[Chunk]
+    chunks: Mapping[Box, Callable[[], StridedTensor]]
 
     def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
         for box, values in _boxes(self.shape, into, start):
-            for chunk in self.chunks:
-                common = overlap(box, chunk.box)
+            for held, find in self.chunks.items():
+                common = overlap(box, held)
                 if common is not None:
                     place = zip(common.offsets, box.offsets, common.sizes, strict=True)
                     target = values[tuple(slice(at - begin, at - begin + size) for at, begin, size in place)]
-                    chunk.tensor.fill_box(files, target, common.moved([-begin for begin in chunk.box.offsets]))
+                    find().fill_box(files, target, common.moved([-begin for begin in held.offsets]))
 
 
 def are_all_of(shape: torch.Size, boxes: Collection[Box]) -> bool:
@@ -322,7 +310,7 @@ def memory_of(value: Any) -> Any:
         return value.data_ptr(), value.shape, value.stride(), value.dtype
     if isinstance(value, StridedTensor):
         return value.file, value.begin, value.shape, value.strides, value.dtype
-    return tuple(memory_of(chunk.tensor) for chunk in value.chunks) if isinstance(value, ChunkedTensor) else value
+    return tuple(memory_of(find()) for find in value.chunks.values()) if isinstance(value, ChunkedTensor) else value
 
 
 def whole(tensor: LazyTensor, device: torch.device | str = "cpu") -> Tensor:

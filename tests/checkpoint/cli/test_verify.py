@@ -48,8 +48,8 @@ def place_of(path: Path, word: str) -> tuple[Path, int, str]:
         tensor = TorchArchive(str(path)).content["model"]["wide.weight"]
         return path, tensor.begin, "data/"
     if word == "dcp":
-        (chunk,) = DcpFolder(str(path)).tree()["model"]["wide.weight"].chunks
-        return Path(chunk.tensor.file.path), chunk.tensor.begin, "model.wide.weight"
+        (find,) = DcpFolder(str(path)).tree()["model"]["wide.weight"].chunks.values()
+        return Path(find().file.path), find().begin, "model.wide.weight"
     stored = SafetensorsFiles(path).tensors["wide.weight"]
     return Path(stored.file), stored.tensor.begin, "wide.weight"
 
