@@ -11,12 +11,12 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp
+from examples.compositions.gpt import ranks_of_rest
 from examples.compositions.loop import run
 from examples.compositions.routing import local, routed
 
@@ -70,7 +70,7 @@ def divide(experts: Any, mesh: DeviceMesh) -> None:
 
 
 def mesh_of(ep: int) -> DeviceMesh:
-    shape = dist.get_world_size() // ep, ep
+    shape = ranks_of_rest(ep), ep
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp_mod_ep", "ep"))
 
 

@@ -104,7 +104,9 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2, help="[%(default)s]")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint"
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint, if there is one",
     )
     arguments = parser.parse_args()
     folder = Path("runs/lightning")

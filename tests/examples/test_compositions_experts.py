@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from examples.compositions import offload
+from examples.compositions import expert_parallel, offload
 from examples.compositions.loop import train
 from examples.compositions.offload import Saved
 from fsdp.testing import World
@@ -167,3 +167,9 @@ def _muon_of_a_plain_model(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [param for name, param in params.items() if recipe.is_matrix(name, param.shape)]
     rest = [param for param in params.values() if not any(param is other for other in (*experts, *matrices))]
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01), recipe.StackedMuon(experts)]
+
+
+@on_ranks(3)
+def test_a_number_of_ranks_that_no_mesh_has_is_an_error() -> None:
+    with pytest.raises(ValueError, match="3 ranks: start a multiple of 2"):
+        expert_parallel.mesh_of(2)
