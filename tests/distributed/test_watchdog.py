@@ -462,6 +462,15 @@ def test_nobody_is_answered_without_the_secret() -> None:
             assert bool(connection.makefile().readline()) is is_answered
 
 
+@on_ranks(2)
+def test_ranks_that_are_threads_have_no_watchdog() -> None:
+    """The groups of torch's own tests have no store."""
+    watchdog.stop()
+    with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=None):
+        trained_model()
+        assert not watchdog.watchdogs
+
+
 # What a report says
 
 
