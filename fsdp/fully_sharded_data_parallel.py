@@ -596,7 +596,7 @@ class FullyShardedDataParallel(nn.Module):
                 shards that say that they are another rank's, with the unit, the rank, and both sizes.
         """
         with on_demand.local(self._unit, "load a local state dict"):
-            return on_demand.LocalLoad(self, on_demand.members_in(self), state_dict, strict).run()
+            return on_demand.LocalLoad(self, state_dict, strict).run()
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/checkpoints.md).
@@ -605,7 +605,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`.
         """
         with on_demand.local(self._unit, "take local metadata"):
-            return on_demand.local_metadata(self, on_demand.members_in(self))
+            return on_demand.local_metadata(self)
 
     @staticmethod
     def consolidate_shard_weights(

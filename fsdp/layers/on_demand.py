@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         with_wrapped_metadata,
     )
     from fsdp.layers.state_dict.loading import Loading
-    from fsdp.layers.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
+    from fsdp.layers.state_dict.local import LocalLoad, local, local_metadata, local_state
     from fsdp.layers.state_dict.materialize import ParamInit, materialize_unit
     from fsdp.layers.state_dict.sharded import TensorPart, _rebuild, load_sharded_state, sharded_state
     from fsdp.layers.state_dict.summon import params_shown, shapes_summoned, summoned

@@ -9,9 +9,8 @@ are copied, and the remaining entries (buffers, ignored parameters, extra state)
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -37,34 +36,14 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class Member:
-    """A wrapper of the tree with a local state."""
-
-    path: str  # from the root, as a plain name
-    unit: Unit  # its own
-    is_flat: bool  # its parameters lie in flat ones
-    is_counted: bool  # this rank's shards are those to consolidate from: the unit's ranks have the root's first
-    is_alone: bool  # the first rank has all of it, though the root is sharded
-
-    @property
-    def title(self) -> str:
-        return f"'{self.path}'" if self.path else f"{self.unit.name}, the outermost"
+def _members_in(wrapper: nn.Module) -> dict[Unit, str]:
+    """Return the units of this wrapper and of the wrappers inside, with their paths from it as plain names."""
+    named = ((clean_name(path), unit_of_wrapper(module)) for path, module in wrapper.named_modules())
+    return {unit: path for path, unit in named if unit is not None}
 
 
-def members_in(wrapper: nn.Module) -> list[Member]:
-    """Return this wrapper, followed by the wrappers inside."""
-    found: list[Member] = []
-    for path, module in wrapper.named_modules():
-        unit = unit_of_wrapper(module)
-        if unit is not None:
-            root = found[0].unit if found else unit
-            first = min(root.ranks, default=None)
-            ranks = unit.comm.ranks
-            is_counted = first is None or not ranks or first in ranks
-            is_alone = unit.comm.world_size == 1 < root.comm.world_size
-            found.append(Member(clean_name(path), unit, unit.settings["flatten_parameters"], is_counted, is_alone))
-    return found
+def _title(unit: Unit, path: str) -> str:
+    return f"'{path}'" if path else f"{unit.name}, the outermost"
 
 
 @contextmanager
@@ -101,38 +80,39 @@ def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
     return None if found is None else tuple(found)
 
 
-def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]:
-    """Return the metadata of this rank's shards for `consolidate`, in FairScale's format.
-
-    `members` are the outermost wrapper, `root`, and the wrappers inside.
-    """
-    paths = paths_in(root)
-    entries = [_entry(member) for member in members]
-    for member, entry in zip(members, entries, strict=True):
-        for handle in member.unit.owned_handles:
+def local_metadata(root: nn.Module) -> dict[str, Any]:
+    """Return the metadata of this rank's shards for `consolidate`, in FairScale's format, of the outermost wrapper."""
+    paths, members = paths_in(root), _members_in(root)
+    outermost = next(iter(members))
+    entries = [_entry(unit, path, outermost) for unit, path in members.items()]
+    for (unit, own_path), entry in zip(members.items(), entries, strict=True):
+        for handle in unit.owned_handles:
             for slot, places in zip(handle.layout.slots, handle.places, strict=True):
-                primary = join(member.path, slot.name)
+                primary = join(own_path, slot.name)
                 names = [path + place.name for place in places for path in paths.get(place.module, ())]
                 for name in dict.fromkeys(names):
                     if name != primary:
-                        is_inside = not member.path or name.startswith(f"{member.path}.")
-                        holder, path = (entry, member.path) if is_inside else (entries[0], "")
+                        is_inside = not own_path or name.startswith(f"{own_path}.")
+                        holder, path = (entry, own_path) if is_inside else (entries[0], "")
                         pair = primary.removeprefix(f"{path}."), name.removeprefix(f"{path}.")
                         holder["shared_param_info"].append(pair)
     beside = [key for key, tensor in _entries(root).items() if tensor is None or not is_ours(tensor)]
     return {"param_metadata": entries, "buffer_names": beside}
 
 
-def _entry(member: Member) -> dict[str, Any]:
-    for problem in _beyond_fairscale(member.unit):
+def _entry(unit: Unit, path: str, outermost: Unit) -> dict[str, Any]:
+    for problem in _beyond_fairscale(unit):
         raise NotImplementedError(
-            f"{member.title}: {problem}, which FairScale's format does not have. Save state_dict() instead, which is "
-            "unsharded on every rank; local_state_dict() by itself is loaded again by the same ranks."
+            f"{_title(unit, path)}: {problem}, which FairScale's format does not have. Save state_dict() instead, "
+            "which is unsharded on every rank; local_state_dict() by itself is loaded again by the same ranks."
         )
+    # Shards are consolidated from the ranks of a unit that have the first of all ranks, where ranks are known.
+    first, ranks = min(outermost.ranks, default=None), unit.comm.ranks
+    is_counted = first is None or not ranks or first in ranks
     params: dict[str, dict[str, Any]] = {}
-    for handle in member.unit.owned_handles:
-        params |= dict(_backings(handle, member))
-    path, alone = member.path, member.is_alone
+    for handle in unit.owned_handles:
+        params |= dict(_backings(handle, unit.settings["flatten_parameters"], is_counted))
+    alone = unit.comm.world_size == 1 < outermost.comm.world_size  # the first rank has all of it
     return {"fsdp_path": path, "params": params, "no_broadcast_optim_state": alone, "shared_param_info": []}
 
 
@@ -152,7 +132,7 @@ def _beyond_fairscale(unit: Unit) -> Iterator[str]:
             )
 
 
-def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
+def _backings(handle: FlatParamHandle, is_flat: bool, is_counted: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the names under which modules list a handle's parameters, with the contents of each."""
     slots, rank = handle.layout.slots, handle.comm.rank
     # Each by itself: gaps between the parameters of a vector cannot be said. Local shards have no padding.
@@ -160,7 +140,7 @@ def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, di
     for number, group in enumerate(groups):
         listed = handle.flat_param if handle.orig_params is None else handle.orig_params.params[number]
         padding = handle.layout.padding(rank) if handle.orig_params is None else 0
-        is_one = handle.orig_params is not None or not member.is_flat
+        is_one = handle.orig_params is not None or not is_flat
         yield (
             group[0].name if is_one else handle.presentation.entries[0][1],
             {
@@ -168,7 +148,7 @@ def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, di
                 "shapes": [slot.shape for slot in group],
                 "numels": [slot.numel for slot in group],
                 # Elements that must not be read count as padding, for FairScale's reader too.
-                "padding": padding if member.is_counted else listed.numel(),
+                "padding": padding if is_counted else listed.numel(),
             },
         )
 
@@ -193,9 +173,9 @@ class LocalLoad:
     The keys may be plain or raw names. With `strict`, missing and unexpected keys raise an error.
     """
 
-    def __init__(self, root: nn.Module, members: Sequence[Member], state_dict: Mapping[str, Any], strict: bool) -> None:
-        self._root, self._members, self._strict, self._given = root, members, strict, state_dict
-        self._handles = {id(one.flat_param): one for one in _handles([member.unit for member in members])}
+    def __init__(self, root: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+        self._root, self._members, self._strict, self._given = root, _members_in(root), strict, state_dict
+        self._handles = {id(one.flat_param): one for one in _handles(self._members)}
         self._wanted = _entries(root)
         self._shards = {key: one for key, one in self._wanted.items() if one is not None and is_ours(one)}
         self._values = self._renamed(state_dict)
@@ -206,7 +186,7 @@ class LocalLoad:
             self._refuse(problems)
 
     def _refuse(self, problems: Sequence[str]) -> None:
-        unit = self._members[0].unit
+        unit = next(iter(self._members))
         more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
         raise RuntimeError(
             f"rank {unit.comm.rank} of {unit.comm.world_size}: cannot load this local state dict into {unit.name}: "
@@ -228,12 +208,12 @@ class LocalLoad:
         return values
 
     def _other_ranks(self) -> Iterator[str]:
-        for member in self._members:
-            comm, mark = member.unit.comm, shard_mark(self._given, member.path)
+        for unit, path in self._members.items():
+            comm, mark = unit.comm, shard_mark(self._given, path)
             if mark is not None and mark != (comm.rank, comm.world_size):
                 yield (
-                    f"of unit {member.title} it has shard {mark[0]} of {mark[1]}, and this rank has shard {comm.rank} "
-                    f"of {comm.world_size}"
+                    f"of unit {_title(unit, path)} it has shard {mark[0]} of {mark[1]}, and this rank has shard "
+                    f"{comm.rank} of {comm.world_size}"
                 )
 
     def _misfits(self) -> Iterator[str]:
@@ -247,11 +227,10 @@ class LocalLoad:
                 yield f"{key!r} has no values: it is on the meta device"
             elif key in self._shards and value.numel() != own.numel():
                 handle = self._handle(own)
-                own_handles = ((one, (*one.unit.owned_handles, *one.unit.borrowed_handles)) for one in self._members)
-                title = next(one.title for one, handles in own_handles if handle in handles)
+                unit = next(one for one in self._members if handle in (*one.owned_handles, *one.borrowed_handles))
                 yield (
-                    f"{key!r} (unit {title}, shard {handle.comm.rank} of {handle.comm.world_size}) has "
-                    f"{value.numel()} elements, and this rank's shard has {own.numel()}"
+                    f"{key!r} (unit {_title(unit, self._members[unit])}, shard {handle.comm.rank} of "
+                    f"{handle.comm.world_size}) has {value.numel()} elements, and this rank's shard has {own.numel()}"
                 )
             elif key in self._shards and value.dtype != own.dtype and any(self._handle(own).flat_param.packings):
                 names = ", ".join(slot.name for slot in self._handle(own).layout.slots)
@@ -294,7 +273,7 @@ class LocalLoad:
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):
             rest._metadata = self._given._metadata  # type: ignore[attr-defined]
-        with stored_buffers([member.unit for member in self._members]):
+        with stored_buffers(list(self._members)):
             result = nn.Module.load_state_dict(self._root, with_wrapped_metadata(rest, self._root), strict=False)
         missing = [key for key in self._shards if key not in self._values]
         result.missing_keys[:] = [*missing, *(key for key in result.missing_keys if key not in self._shards)]
@@ -308,7 +287,7 @@ def _fits(value: Tensor, own: Tensor) -> bool:
     return is_lazy(own) or value.shape == own.shape or (own.dim() == 0 and value.shape == (1,))
 
 
-def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
+def _handles(units: Iterable[Unit]) -> list[FlatParamHandle]:
     """Return all handles that a tree's modules list, whichever unit runs them."""
     listed = [(*unit.owned_handles, *unit.borrowed_handles, *unit.handles) for unit in units]
     return list(dict.fromkeys(handle for handles in listed for handle in handles))
