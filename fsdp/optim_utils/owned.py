@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -172,20 +173,12 @@ class OwnedOptimizer(torch.optim.Optimizer):
         Returns:
             The return value of the closure.
         """
-        loss = self._step_with_hooks(closure)
-        self._rest()
-        return loss
-
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._call(lambda optimizer: optimizer.step(), with_gradients=True)
         return loss
-
-    # In which torch calls the hooks of steps, ours among them, which look for mistakes and count shards as written.
-    _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
 
     def train(self, mode: bool = True) -> None:
         """Collective. Call ``train()``, or ``eval()`` without `mode`, of the groups' optimizers that have such methods.
@@ -194,11 +187,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """
         name = "train" if mode else "eval"
         self._call(lambda optimizer: getattr(optimizer, name, lambda: None)(), with_gradients=False)
-        self._rest()
-
-    def _rest(self) -> None:
-        for exchange in self._exchanges:
-            exchange.rest()
 
     def eval(self) -> None:
         """Collective. Call ``eval()`` of the groups' optimizers that have such a method."""
@@ -385,9 +373,7 @@ class _Member:
             made = self.elements.view(original.shape) if is_here else torch.empty(original.shape, device="meta")
         stepped = nn.Parameter(made.to(like.dtype), requires_grad=like.requires_grad)
         self.stepped = SteppedParam(stepped, listed.handle, (original,), owner=owner)
-        self._left: Any = None  # `_written` when the last step was over
-        # Of the elements that the owner knows.
-        self._sums = torch.empty(0, dtype=torch.int64)
+        self._known: tuple[Any, Tensor] | None = None  # the form and sums of the elements that the owner knows
 
     @property
     def elements(self) -> Tensor:
@@ -440,30 +426,22 @@ class _Member:
         place = self.part(unsharded, rank)
         place.copy_(elements.view(place.shape))
 
-    @property
-    def _written(self) -> Any:
-        """A value that changes when the shard is written."""
-        param, handle = self.listed.param, self.listed.handle
-        local = held_part(param) if is_dtensor(param) else param
-        return param._version, local.data_ptr(), None if handle is None else handle.shard_state
-
     def note_values(self) -> None:
         """Record that the owner's values are equal to the shard's."""
-        self._sums = block_sums(self.elements)
+        elements = self.elements
+        self._known = (elements.dtype, elements.device), block_sums(elements)
 
-    def rest(self) -> None:
-        """Record that the step is over, and all hooks after it, ours among them, which count the shard as written."""
-        self._left = self._written
-
-    @property
-    def is_changed(self) -> bool:
-        """Return whether the shard was changed since the last step, as its version tells, or there was no step."""
-        return self._left is None or self._left != self._written
+    def forget_values(self) -> None:
+        """Record that the owner's values are going to change; if the step fails, it will be sent the shard's."""
+        self._known = None
 
     @property
     def differs(self) -> Tensor:
-        """Return whether the owner knows other elements, of shape ``[]``: some writes raise no version."""
-        return (block_sums(self.elements) != self._sums).any()
+        """Return whether the owner knows other elements, or none of this form, of shape ``[]``."""
+        elements = self.elements
+        if self._known is None or self._known[0] != (elements.dtype, elements.device):
+            return torch.ones((), dtype=torch.bool)
+        return (block_sums(elements) != self._known[1]).any()
 
 
 class _Exchange:
@@ -492,6 +470,8 @@ class _Exchange:
         """Begin to send data to owners; the returned function waits, and passes the data to the optimizers."""
         self._taking_part = [one for one in self._members if one.listed.param.requires_grad]
         to_owners, from_holders, changed = self._to_owners(), self._from_holders(), self._changed()
+        for one in self._taking_part:
+            one.forget_values()
         signs = {
             one: _HAS_GRADIENT * (with_gradients and one.listed.param.grad is not None) + _IS_CHANGED * (one in changed)
             for one in self._taking_part
@@ -507,13 +487,11 @@ class _Exchange:
 
     def _changed(self) -> set[_Member]:
         """Return the members whose shards were changed since the last step."""
-        found = {one for one in self._taking_part if one.is_changed}
-        others = [one for one in self._taking_part if one not in found]
-        if others:  # the host waits once for all of them
-            device = others[0].listed.device
-            differ = torch.stack([one.differs.to(device) for one in others]).tolist()
-            found.update(one for one, differs in zip(others, differ, strict=True) if differs)
-        return found
+        if not self._taking_part:
+            return set()
+        device = self._taking_part[0].listed.device
+        differ = torch.stack([one.differs.to(device) for one in self._taking_part])  # the host waits once for all
+        return set(compress(self._taking_part, differ.tolist()))
 
     def _show(
         self, with_gradients: bool, signs: Mapping[_Member, int], arrive: Callable[[], dict[int, list[Tensor]]]
@@ -583,17 +561,13 @@ class _Exchange:
                 for one, elements in zip(held, found[owner][1:], strict=True):
                     one.elements.copy_(elements)
         for one in self._taking_part:
-            one.note_values()
+            if one.stepped.owner not in failed and (failure is None or not one.stepped.is_here):
+                one.note_values()
         comm.settle()
         for handle in {one.listed.handle for one in self._taking_part}:
             if handle is not None:  # also without writes, so that all ranks all-gather
                 handle.values.touch()
         return [(comm.ranks[owner], reason) for owner, reason in failed.items()]
-
-    def rest(self) -> None:
-        """Record that the step is over, of the members that took part in it."""
-        for one in self._taking_part:
-            one.rest()
 
     def _send(
         self, what: str, outgoing: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, Sizes]
@@ -786,7 +760,3 @@ def _made(number: int, group: Mapping[str, Any], members: Sequence[_Member]) -> 
             "one parameter group is needed"
         )
     return optimizer
-
-
-# torch wraps `step` in a function that calls hooks, unless this attribute is set.
-OwnedOptimizer.step.hooked = True  # type: ignore[attr-defined]
