@@ -90,45 +90,33 @@ class OptimStream:
         size = size_of(everyone)
         self.is_wanted = recipient is None or number_among(everyone) == recipient
 
-        def read() -> tuple[
-            tuple[Parameters, OwnState, dict[Communicator, tuple[list[OptimParam], bytes]]], dict[str, str]
-        ]:
+        def read() -> tuple[tuple[Parameters, OwnState, dict[Ranks, list[OptimParam]], list[bytes]], dict[str, str]]:
             if recipient is not None and not 0 <= recipient < size:
                 raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
             params = parameters_of(model, "gather an optimizer state", optim)
             own = own_state(params, optim)
-            members: dict[Communicator, list[OptimParam]] = {}
+            members: dict[Ranks, list[OptimParam]] = {}
             for one in params.listed:
-                members.setdefault(one.comm, []).append(one)
-            kinds = {comm: pickle.dumps(own_kinds(each, own.states, "gathering")) for comm, each in members.items()}
+                members.setdefault((one.comm, one.replicas), []).append(one)
+            kinds = [pickle.dumps(own_kinds(each, own.states, "gathering")) for each in members.values()]
             options = options_as_text(own.dictionary["param_groups"], beside(own.dictionary))
-            return (params, own, {comm: (each, kinds[comm]) for comm, each in members.items()}), options
+            return (params, own, members, kinds), options
 
-        (self.params, self.own, members), options = told_by_all(everyone, _WHAT, read)
+        (self.params, self.own, members, kinds), options = told_by_all(everyone, _WHAT, read)
         self.shared: dict[OptimParam, SharedKinds] = {}
-        for comm, (each, pickled) in members.items():
-            heard = [pickle.loads(other) for other in from_everyone([comm], pickled)]
-            for one, shared in zip(each, shared_kinds(heard), strict=True):
-                if shared.kinds and not (one.is_uncollected and comm.world_size > 1):
-                    self.shared[one] = shared
-        problems = [each for shared in self.shared.values() for each in shared.problems(keeps_numbers=True)]
-        problems += self._problems_of_replicas(everyone)
+        self._receivers: dict[Communicator, list[int]] = {}
+        problems: list[str] = []
+        for ((comm, replicas), each), pickled in zip(members.items(), kinds, strict=True):
+            heard = from_everyone((comm, replicas), (self.is_wanted, pickled))
+            replica = slice(replicas.rank * comm.world_size, (replicas.rank + 1) * comm.world_size)
+            self._receivers[comm] = [rank for rank, (is_wanted, _) in enumerate(heard[replica]) if is_wanted]
+            by_rank = [pickle.loads(other) for _, other in heard]
+            for one, every, shared in zip(each, shared_kinds(by_rank), shared_kinds(by_rank[replica]), strict=True):
+                if not (one.is_uncollected and comm.world_size > 1):
+                    problems += every.problems(keeps_numbers=True)
+                    self.shared |= {one: shared} if shared.kinds else {}
         agree_on_outcome([everyone], _WHAT, ValueError(problems[0]) if problems else None)
         require_same_options(everyone, options)
-        self._receivers = {
-            comm: [rank for rank, said in enumerate(comm.all_gather_bytes(bytes([self.is_wanted]))) if said[0]]
-            for comm in members
-        }
-
-    def _problems_of_replicas(self, everyone: Ranks) -> Iterator[str]:
-        """Collective. Yield the state that differs between replicas but must be equal."""
-        if all(one.replicas.world_size == 1 for one in self.params.listed):
-            return
-        own = {one.name: shared.kinds for one, shared in self.shared.items() if one.replicas.world_size > 1}
-        heard = from_everyone(everyone, own)
-        for name in dict.fromkeys(name for each in heard for name in each):
-            by_rank = [each.get(name, {}) for each in heard]
-            yield from SharedKinds(name, by_rank, list(range(len(heard)))).problems(keeps_numbers=True)
 
     def tensors(self) -> Iterator[tuple[Original, str, Tensor]]:
         """Collective. Yield parameter, key and tensor, as `stream_optim_state`; left early, the rest is dropped."""
