@@ -38,57 +38,6 @@ _COMPARED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
-    """The shards and gradients that a unit keeps away from the compute device."""
-
-    params: bool = False
-    grads: bool = False
-    folder: str | None = None  # shards, gradients and optimizer state lie below it
-    keep_files: bool = False
-
-    @classmethod
-    def of_options(
-        cls,
-        *,
-        offload: str | None,
-        offload_folder: Any,
-        keep_offload_files: bool,
-        move_params_to_cpu: bool,
-        move_grads_to_cpu: bool | None,
-    ) -> Offload:
-        """Resolve the constructor's arguments; ValueError for a contradiction, or the disk without a folder."""
-        if offload not in (None, "cpu", "disk"):
-            raise ValueError(f"offload must be None, 'cpu' or 'disk', got {offload!r}")
-        if offload is not None and (move_params_to_cpu or move_grads_to_cpu is not None):
-            raise ValueError(
-                f"offload={offload!r} says where shards and gradients live: leave move_params_to_cpu, cpu_offload and "
-                "move_grads_to_cpu at their defaults"
-            )
-        if offload != "disk":
-            if offload_folder is not None or keep_offload_files:
-                raise ValueError("offload_folder and keep_offload_files are for offload='disk'")
-            params = offload == "cpu" or move_params_to_cpu
-            return cls(params=params, grads=params if move_grads_to_cpu is None else move_grads_to_cpu)
-        if offload_folder is None:
-            raise ValueError("offload='disk' needs offload_folder: a folder on a disk with room for the model's shards")
-        return cls(params=True, grads=True, folder=os.fspath(offload_folder), keep_files=keep_offload_files)
-
-    def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
-        """Return a function that creates a storage for a flat parameter with the compute device `device`."""
-        if not (self.params or self.grads):
-            from fsdp.engine.storage import ShardStorage  # which nothing needs before a module is sharded
-
-            return partial(ShardStorage, device)
-        from fsdp.layers.offload import DiskStorage, HostStorage  # storages that most units do not use
-
-        if self.folder is None:
-            return partial(HostStorage, device, self.params, self.grads)
-        from fsdp.layers.mapped_files import files_under  # which nothing but offloading to disk needs
-
-        return partial(DiskStorage, device, files_under(self.folder, self.keep_files))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Options:
     """The arguments of `FullyShardedDataParallel` that are options of one unit, and what they come to.
 
@@ -135,7 +84,6 @@ class Options:
 
     Attributes:
         precision: the dtypes that the unit computes and communicates in.
-        storage: where its shards and gradients are stored.
 
     Raises:
         TypeError, ValueError: for a value out of range, or options that contradict each other.
@@ -166,7 +114,6 @@ class Options:
     use_orig_params: bool = False
     sync_module_states: bool = False
     precision: Precision = field(init=False)
-    storage: Offload = field(init=False)
 
     def __post_init__(self) -> None:
         factor = self.gradient_predivide_factor
@@ -177,21 +124,14 @@ class Options:
                 "use_orig_params=True is for flattened parameters; with flatten_parameters=False optimizers see each "
                 "parameter's shard already. Choose one."
             )
-        storage = Offload.of_options(
-            offload=self.offload,
-            offload_folder=self.offload_folder,
-            keep_offload_files=self.keep_offload_files,
-            move_params_to_cpu=bool(self.move_params_to_cpu or _asks_for_offload(self.cpu_offload)),
-            move_grads_to_cpu=self.move_grads_to_cpu,
-        )
+        moves_params, moves_grads = self._offloads()
         policy = _own_policy(self.mixed_precision)
         resolved = {
             "mixed_precision": policy,
             "precision": _precision(policy, {name: getattr(self, name) for name in _PRECISION_FLAGS}),
-            "storage": storage,
-            "move_params_to_cpu": storage.params,
-            "move_grads_to_cpu": storage.grads,
-            "cpu_offload": storage.params,
+            "move_params_to_cpu": moves_params,
+            "move_grads_to_cpu": moves_grads,
+            "cpu_offload": moves_params,
             "compute_device": _device(self.compute_device),
             "state_dict_device": _device(self.state_dict_device),
             "no_broadcast_optim_state": bool(self.no_broadcast_optim_state),  # people pass None for these
@@ -200,6 +140,37 @@ class Options:
             "state_dict_on_rank_0_only": bool(self.state_dict_on_rank_0_only),
         }
         self.__dict__.update(resolved)
+
+    def _offloads(self) -> tuple[bool, bool]:
+        """Return whether shards, and whether gradients, are kept away from the compute device."""
+        moves_params = bool(self.move_params_to_cpu or _asks_for_offload(self.cpu_offload))
+        if self.offload not in (None, "cpu", "disk"):
+            raise ValueError(f"offload must be None, 'cpu' or 'disk', got {self.offload!r}")
+        if self.offload is not None and (moves_params or self.move_grads_to_cpu is not None):
+            raise ValueError(
+                f"offload={self.offload!r} says where shards and gradients live: leave move_params_to_cpu, cpu_offload "
+                "and move_grads_to_cpu at their defaults"
+            )
+        if self.offload != "disk" and (self.offload_folder is not None or self.keep_offload_files):
+            raise ValueError("offload_folder and keep_offload_files are for offload='disk'")
+        if self.offload == "disk" and self.offload_folder is None:
+            raise ValueError("offload='disk' needs offload_folder: a folder on a disk with room for the model's shards")
+        params = self.offload is not None or moves_params
+        return params, params if self.move_grads_to_cpu is None else self.move_grads_to_cpu
+
+    def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
+        """Return a function that creates a storage for a flat parameter with the compute device `device`."""
+        if not (self.move_params_to_cpu or self.move_grads_to_cpu):
+            from fsdp.engine.storage import ShardStorage  # which nothing needs before a module is sharded
+
+            return partial(ShardStorage, device)
+        from fsdp.layers.offload import DiskStorage, HostStorage  # storages that most units do not use
+
+        if self.offload != "disk":
+            return partial(HostStorage, device, self.move_params_to_cpu, bool(self.move_grads_to_cpu))
+        from fsdp.layers.mapped_files import files_under  # which nothing but offloading to disk needs
+
+        return partial(DiskStorage, device, files_under(os.fspath(self.offload_folder), self.keep_offload_files))
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -214,7 +185,7 @@ class Options:
         """Return where to compute: as asked, else where the parameters are, or from where they are offloaded."""
         if isinstance(self.compute_device, torch.device):
             return self.compute_device
-        if self.storage.params and is_host(params_are_on):
+        if self.move_params_to_cpu and is_host(params_are_on):
             return accelerator() or params_are_on
         return params_are_on
 
@@ -264,7 +235,6 @@ class Options:
 # Options that FairScale's users read as attributes of the wrapper.
 PUBLIC = frozenset(option.name for option in fields(Options)) - {
     "precision",
-    "storage",
     "offload",
     "offload_folder",
     "keep_offload_files",

@@ -147,7 +147,7 @@ def _shard_params(
         found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
     unit = _make_unit(module, options, groups, device, ignored, form)
     unit.wanted, unit.uncast = wanted(tied), uncast
-    new_storage = options.storage.storage_on(device)
+    new_storage = options.storage_on(device)
 
     def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
         from fsdp.layers.fingerprints import take_fingerprints  # a check, as those of the first use
