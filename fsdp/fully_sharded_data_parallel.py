@@ -24,7 +24,7 @@ from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.forward_hooks import forward_hooks_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.names import FSDP_PART, clean_name, module_name
+from fsdp.engine.names import FSDP_PART, clean_name, module_name, paths_in
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.placements import Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision
@@ -479,9 +479,10 @@ class FullyShardedDataParallel(nn.Module):
         """
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         self._prepare_to_summon(form, recurse=True)
-        for name, unit in units_in(self._unit):
+        paths = paths_in(self)
+        for unit in self._units():
             with on_demand.summoned([unit], form):
-                yield unit.module, on_demand.params_shown(unit, "" if unit is self._unit else f"{name}.")
+                yield unit.module, on_demand.params_shown(unit, paths)
 
     @contextmanager
     def summon_shapes(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, paths_in
 from fsdp.engine.originals import is_ours
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_of
 from fsdp.layers.state_requests import require_shards
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
@@ -37,16 +37,15 @@ class Parameters:
 
     def __init__(self, wrapper: nn.Module, root: Unit) -> None:
         self.root = root
-        units = units_in(root)
+        units, paths = units_of(root.module.modules()), paths_in(wrapper)
         self._by_param: dict[int, OptimParam] = {}
         places: dict[tuple[FlatParamHandle, int], Place] = {}
-        for path, unit in units:
-            prefix = "" if unit is root else f"{path}."
+        for unit in units:
             for handle in unit.owned_handles:
-                for one in params_of(handle, prefix, is_uncollected(unit, root)):
+                for one in params_of(handle, paths, is_uncollected(unit, root)):
                     self._by_param[id(one.param)] = one
                     places |= {(handle, original.slot): (one, original) for original in one.originals}
-        numbered = [places[place] for _, unit in units for place in _in_order(unit)]
+        numbered = [places[place] for unit in units for place in _in_order(unit)]
         for name, param in wrapper.named_parameters():
             if not is_ours(param):
                 unsharded = Original(clean_name(name), param.shape)
@@ -58,7 +57,6 @@ class Parameters:
         self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
         self.by_name = {original.name: (one, original) for one, original in self.by_number.values()}
-        paths = paths_in(wrapper)
         for one, original in self.by_number.values():  # and by the other names of tied parameters
             for place in [] if one.handle is None else one.handle.places[original.slot]:
                 for path in paths.get(place.module, ()):
@@ -120,7 +118,7 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
 def parameters_of(model: nn.Module, what: str, optim: Any = None) -> Parameters:
     """Return the parameters of the model for optimizers; not inside a forward, backward, or `summon_full_params`."""
     root = root_of(model, optim)
-    require_shards((unit for _, unit in units_in(root)), what)
+    require_shards(units_of(root.module.modules()), what)
     return Parameters(model, root).stepped_by(optim)
 
 

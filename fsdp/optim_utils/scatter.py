@@ -20,6 +20,7 @@ from fsdp.distributed.communicator import some_of
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sent_by_first
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.names import paths_in
 from fsdp.engine.originals import is_ours, taken_over
 from fsdp.engine.unit import Unit, units_in
 from fsdp.layers.optimizer_hooks import state_of
@@ -429,9 +430,10 @@ HeldIn = dict[OptimParam, dict[Original, Held]]
 def _held_originals(root: Unit, optimizer: torch.optim.Optimizer) -> HeldIn:
     """Return the original parameters in an optimizer by their current parameters, which must not be in it as well."""
     places: dict[tuple[FlatParameter, int], tuple[OptimParam, Original]] = {}
-    for name, unit in units_in(root):
+    paths = paths_in(root.module)
+    for _, unit in units_in(root):
         for handle in unit.handles:
-            for one in params_of(handle, "" if unit is root else f"{name}."):
+            for one in params_of(handle, paths):
                 places |= {(handle.flat_param, original.slot): (one, original) for original in one.originals}
     present = {param: None for group in optimizer.param_groups for param in group["params"]}
     _refuse_strangers(present, {flat_param for flat_param, _ in places})

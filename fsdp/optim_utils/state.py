@@ -150,12 +150,15 @@ class SteppedParam(OptimParam):
         return super().zeros(dtype, device)
 
 
-def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = False) -> list[OptimParam]:
-    """Return the optimizer's parameters of a flat parameter. The prefix is added to names."""
-    slots, parts = handle.layout.slots, handle.flat_param.parts
+def params_of(
+    handle: FlatParamHandle, paths: Mapping[nn.Module, Sequence[str]], is_uncollected: bool = False
+) -> list[OptimParam]:
+    """Return the optimizer's parameters of a flat parameter, by the `paths_in` a model."""
+    firsts = (places[0] for places in handle.places)
+    kept = zip(firsts, handle.layout.slots, handle.flat_param.parts, strict=True)
     originals = tuple(
-        Original(prefix + kept.name, kept.shape if part is None else part.shape, slot, part)
-        for slot, (kept, part) in enumerate(zip(slots, parts, strict=True))
+        Original(paths[first.module][0] + first.name, one.shape if part is None else part.shape, slot, part)
+        for slot, (first, one, part) in enumerate(kept)
     )
     if handle.orig_params is None:
         return [OptimParam(handle.flat_param, handle, originals, is_uncollected)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, optim_utils
+from fsdp import FullyShardedDataParallel, OwnedOptimizer, fully_shard, optim_utils
 from fsdp.compat import fairscale
 from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
@@ -124,6 +125,25 @@ def test_a_state_by_names_of_other_shapes_is_told_to_be_of_another_model() -> No
     other = nested(1, (4, 6, 5, 5), {})
     with pytest.raises(ValueError, match=r"state 'exp_avg' of 2.weight has shape .*Load the state of a model with par"):
         other.get_shard_from_optim_state_dict(full)
+
+
+@on_ranks(2)
+def test_names_are_plain_whatever_the_units_are() -> None:
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    names = sorted(name for name, _ in plain.named_parameters())
+    wrapped = FullyShardedDataParallel(FullyShardedDataParallel(copy.deepcopy(plain)))
+    fully_shard([plain[0], plain[1]])
+    fully_shard(plain)
+    owned = OwnedOptimizer(
+        plain, [{"params": names[:4], "optimizer": torch.optim.Adam}, {"optimizer": torch.optim.SGD}]
+    )
+    assert sorted(owned.plan.owner_of) == names
+    for model, optimizer in ((wrapped, adam(wrapped)), (plain, owned)):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+        assert full is not None
+        assert sorted(name for group in full["param_groups"] for name in group["params"]) == names
 
 
 @on_ranks(2)

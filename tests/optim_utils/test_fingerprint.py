@@ -110,6 +110,20 @@ def _of_plain() -> str:
 
 
 @on_ranks(2)
+def test_it_does_not_depend_on_units() -> None:
+    wrapper, found = fsdp.FullyShardedDataParallel, set[str]()
+    for shard in (wrapper, lambda model: wrapper(wrapper(model)), _shard_as_group):
+        torch.manual_seed(0)
+        found.add(fsdp.fingerprint(shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)))))
+    assert len(found) == 1
+
+
+def _shard_as_group(model: Any) -> nn.Module:
+    fsdp.fully_shard([model[0], model[1]])
+    return fsdp.fully_shard(model)
+
+
+@on_ranks(2)
 def test_an_optimizer_on_one_rank_only_is_an_error_on_every_rank() -> None:
     model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters()) if dist.get_rank() == 1 else None

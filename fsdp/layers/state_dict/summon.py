@@ -465,12 +465,12 @@ def _shapes(unit: Unit) -> Iterator[None]:
         yield
 
 
-def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
-    """Return the parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
+def params_shown(unit: Unit, paths: Mapping[nn.Module, Sequence[str]]) -> dict[str, nn.Parameter]:
+    """Return the parameters that a summoned unit shows on this rank, by the `paths_in` a model, tied ones once."""
     places = [
         places[0] for handle in unit.visible_handles if handle.presentation.is_exposed for places in handle.places
     ]
-    listed = {prefix + place.fqn: listed_at(place) for place in places}
+    listed = {paths[place.module][0] + place.name: listed_at(place) for place in places}
     return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}
 
 

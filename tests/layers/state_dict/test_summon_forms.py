@@ -212,6 +212,12 @@ def test_units_are_shown_one_after_the_other(rank0_only: bool, volatile: bool, o
 
 
 @on_ranks(2)
+def test_units_around_one_module_show_its_parameters_by_plain_names() -> None:
+    model = FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(2, 2)))
+    assert [list(params) for _, params in model.summon_units()] == [[], ["weight", "bias"]]
+
+
+@on_ranks(2)
 def test_leaving_the_loop_shards_the_unit_again() -> None:
     _, model = pair()
     for _, params in model.summon_units():
