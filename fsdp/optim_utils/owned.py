@@ -361,9 +361,9 @@ class _Member:
         self.interval = listed.interval(original, listed.comm.rank)
         comm = listed.comm
         is_here = owner in (None, comm.rank)
-        held = None if owner is None else listed.interval(original, owner)
+        self.held = _held(listed, original)
         # Whether other ranks than the owner have elements, or none has any.
-        self.travels = owner is not None and (0 if held is None else held.numel) < original.shape.numel()
+        self.travels = owner is not None and self.held[owner] < original.shape.numel()
         like = listed.param
         if owner is None:
             made = self.elements
@@ -408,10 +408,6 @@ class _Member:
                 param.grad_dtype = gradient.dtype
             param.grad = None if gradient is None else gradient.view(param.shape)
 
-    def numel_on(self, rank: int) -> int:
-        kept = self.listed.interval(self.original, rank)
-        return 0 if kept is None else kept.numel
-
     def part(self, unsharded: Tensor, rank: int) -> Tensor:
         """Return a view of a tensor with the unsharded shape: the elements of a rank."""
         handle, slot = self.listed.handle, self.original.slot
@@ -450,38 +446,30 @@ class _Exchange:
     def __init__(self, members: Sequence[_Member]) -> None:
         self._members, self._comm = members, members[0].listed.comm
         self._taking_part: list[_Member] = []  # in the step that is being taken
-
-    def _to_owners(self) -> dict[int, list[_Member]]:
-        """Return the members of which this rank has elements, by their owners on other ranks."""
-        found: dict[int, list[_Member]] = {}
-        for one in self._taking_part:
-            if one.interval is not None and not one.stepped.is_here and one.stepped.owner is not None:
-                found.setdefault(one.stepped.owner, []).append(one)
-        return found
-
-    def _from_holders(self) -> dict[int, list[_Member]]:
-        """Return the members that this rank owns, by other ranks that have elements."""
-        comm = self._comm
-        own = [one for one in self._taking_part if one.stepped.is_here]
-        holders = {rank: [one for one in own if one.numel_on(rank)] for rank in range(comm.world_size)}
-        return {rank: each for rank, each in holders.items() if each and rank != comm.rank}
+        self._to_owners: dict[int, list[_Member]] = {}  # of which this rank has elements, by other ranks that own them
+        self._from_holders: dict[int, list[_Member]] = {}  # that this rank owns, by other ranks that have elements
 
     def collect(self, with_gradients: bool) -> Callable[[], None]:
         """Begin to send data to owners; the returned function waits, and passes the data to the optimizers."""
         self._taking_part = [one for one in self._members if one.listed.param.requires_grad]
-        to_owners, from_holders, changed = self._to_owners(), self._from_holders(), self._changed()
+        self._to_owners, self._from_holders, changed = {}, {}, self._changed()
         for one in self._taking_part:
             one.forget_values()
+            if one.interval is not None and one.stepped.owner is not None and not one.stepped.is_here:
+                self._to_owners.setdefault(one.stepped.owner, []).append(one)
+            for rank, numel in enumerate(one.held) if one.stepped.is_here else ():
+                if numel and rank != self._comm.rank:
+                    self._from_holders.setdefault(rank, []).append(one)
         signs = {
             one: _HAS_GRADIENT * (with_gradients and one.listed.param.grad is not None) + _IS_CHANGED * (one in changed)
             for one in self._taking_part
         }
         outgoing, sizes = {}, {}
-        for owner, held in to_owners.items():
+        for owner, held in self._to_owners.items():
             told = torch.tensor([signs[one] for one in held], dtype=torch.uint8)
             outgoing[owner] = [told, *(_or_zeros(one) for one in held if with_gradients)]
-        for rank, own in from_holders.items():
-            grads = [(one.numel_on(rank), one.grad_dtype) for one in own if with_gradients]
+        for rank, own in self._from_holders.items():
+            grads = [(one.held[rank], one.grad_dtype) for one in own if with_gradients]
             sizes[rank] = [(len(own), torch.uint8), *grads]
         return partial(self._show, with_gradients, signs, self._send("gradients", outgoing, sizes))
 
@@ -497,8 +485,9 @@ class _Exchange:
         self, with_gradients: bool, signs: Mapping[_Member, int], arrive: Callable[[], dict[int, list[Tensor]]]
     ) -> None:
         rank, found = self._comm.rank, arrive()
-        from_holders = self._from_holders()
-        told = {holder: dict(zip(own, found[holder][0].tolist(), strict=True)) for holder, own in from_holders.items()}
+        told = {
+            holder: dict(zip(own, found[holder][0].tolist(), strict=True)) for holder, own in self._from_holders.items()
+        }
         for one in self._taking_part:
             if one.stepped.is_here:
                 param, listed = one.stepped.param, one.listed.param
@@ -512,7 +501,7 @@ class _Exchange:
                         one.put(param.grad, rank, _or_zeros(one))
                 if signs[one] & _IS_CHANGED and one.interval is not None:
                     one.put(param.data, rank, one.elements)
-        for holder, own in from_holders.items() if with_gradients else ():
+        for holder, own in self._from_holders.items() if with_gradients else ():
             for one, elements in zip(own, found[holder][1:], strict=True):
                 if one.stepped.param.grad is not None:
                     one.put(one.stepped.param.grad, holder, elements)
@@ -521,13 +510,10 @@ class _Exchange:
     def _renew(self, signs: Mapping[_Member, int], told: Mapping[int, Mapping[_Member, int]]) -> None:
         """Send changed values to owners. Every rank knows in advance whether it sends or receives values."""
         outgoing = {
-            owner: [one.elements for one in held if signs[one] & _IS_CHANGED]
-            for owner, held in self._to_owners().items()
+            owner: [one.elements for one in held if signs[one] & _IS_CHANGED] for owner, held in self._to_owners.items()
         }
         changed = {holder: [one for one, sign in each.items() if sign & _IS_CHANGED] for holder, each in told.items()}
-        sizes = {
-            holder: [(one.numel_on(holder), one.listed.param.dtype) for one in own] for holder, own in changed.items()
-        }
+        sizes = {holder: [(one.held[holder], one.listed.param.dtype) for one in own] for holder, own in changed.items()}
         found = self._send("values", outgoing, sizes)()
         for holder, own in changed.items():
             for one, elements in zip(own, found.get(holder, ()), strict=True):
@@ -538,12 +524,12 @@ class _Exchange:
 
         Return the ranks that have failed, of those that send values to this rank, with the texts of their errors.
         """
-        comm, to_owners = self._comm, self._to_owners()
+        comm, to_owners = self._comm, self._to_owners
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         told = torch.frombuffer(bytearray(text.encode()[:_REASON].ljust(_REASON, b"\0")), dtype=torch.uint8)
         outgoing = {
             rank: [told, *(one.part(one.stepped.param.detach(), rank).reshape(-1) for one in own)]
-            for rank, own in self._from_holders().items()
+            for rank, own in self._from_holders.items()
         }
         sizes = {
             owner: [(_REASON, torch.uint8), *((one.elements.numel(), one.listed.param.dtype) for one in held)]
@@ -599,6 +585,12 @@ class _Exchange:
             return found
 
         return arrived
+
+
+def _held(one: OptimParam, original: Original) -> tuple[int, ...]:
+    """Return how many elements of a parameter each of the ranks has that share it."""
+    intervals = [one.interval(original, rank) for rank in range(one.comm.world_size)]
+    return tuple(0 if each is None else each.numel for each in intervals)
 
 
 def _or_zeros(one: _Member) -> Tensor:
@@ -736,8 +728,7 @@ def _plan(
             costs = float(cost(original.shape))
             if not 0 <= costs < float("inf"):
                 raise ValueError(f"the cost of {original.name} in group {number} is {costs}: a finite number is needed")
-            intervals = [one.interval(original, rank) for rank in range(one.comm.world_size)]
-            held = tuple(0 if each is None else each.numel for each in intervals)
+            held = _held(one, original)
             item = OwnedItem(original.name, original.shape, costs, held, one.param.dtype.itemsize)
             by_comm.setdefault(one.comm, []).append(((one, original), item))
     ranks = {comm: tuple(comm.ranks) for comm in by_comm}
