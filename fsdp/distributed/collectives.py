@@ -43,7 +43,9 @@ from fsdp.distributed.communicator import (
     behind,
     communicators,
     finish,
+    forget_destroyed_groups,
     incomplete,
+    of_destroyed,
     present_call,
 )
 from fsdp.distributed.communicator import MissingRanks as MissingRanks
@@ -434,11 +436,12 @@ def communicator(group: Group, device: torch.device) -> Communicator:
         )
     known = checked(group, is_ours)
     key = (group, device.type, type(known), is_ours)
-    if key not in communicators:
+    found: Communicator | None = communicators.get(key) or of_destroyed.get(key)
+    if found is None:
         way = (DirectExchange if is_host(device) else StagedExchange) if is_ours else TorchCollectives
-        communicators[key] = way(known)
+        found = communicators[key] = way(known)
         _watch()
-    found: Communicator = communicators[key]
+        forget_destroyed_groups()
     return found
 
 

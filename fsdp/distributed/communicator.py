@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -534,7 +535,7 @@ class _Forked:
 
 
 def _leave_groups_to_parent() -> None:
-    for one in communicators.values():
+    for one in [*communicators.values(), *of_destroyed.values()]:
         one.group = _Forked(own_rank())
 
 
@@ -592,19 +593,40 @@ def forget_groups(groups: Collection[Any]) -> None:
     """Delete the objects that were created for process groups that are no longer usable."""
     for made in _made:
         for key in list(made):
-            if any(part in groups for part in (key if isinstance(key, tuple) else (key,))):
+            if any(part in groups for part in _parts(key)):
                 del made[key]
+
+
+def _parts(key: Any) -> tuple[Any, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def forget_destroyed_groups() -> None:
+    """Delete the objects for groups that torch no longer knows, with their threads, files and memory.
+
+    Models that live on keep what they use.
+    """
+    if main_threads:
+        return  # torch knows the groups of one of these ranks at a time
+    groups = {
+        part for made in _made for key in list(made) for part in _parts(key) if isinstance(part, dist.ProcessGroup)
+    }
+    ended = {group for group in groups if not ranks_of(group)}
+    ways = {key: way for key, way in list(communicators.items()) if key[0] in ended}
+    of_destroyed.update(ways)
+    forget_groups({*ended, *ways.values()})
 
 
 # The ways to the ranks of process groups, by group and device: made in `collectives`.
 communicators: dict[tuple[Any, str, type, bool], Any] = made_once_for_groups()
+of_destroyed: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # the same, while models have them
 
 
 def _let_groups_go() -> None:
     """Leave models that live until the end without their groups; see `made_once_for_groups`."""
     for function in _before_end:
         function()
-    for comm in communicators.values():
+    for comm in [*communicators.values(), *of_destroyed.values()]:
         comm.group = None
     for made in _made:
         made.clear()

@@ -28,7 +28,6 @@ import threading
 import time
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -458,7 +457,7 @@ def _own_ip(world_size: int) -> str:
 _patience: float | None = None if is_off(WATCHDOG) else 5.0
 _folder = os.environ.get("FSDP_REPORTS", "")
 watchdogs: dict[Any, Any] = communicator.made_once_for_groups()  # by the default group
-_started: Counter[int] = Counter()  # watchdogs, by the identity of the default group
+_started: dict[Any, int] = communicator.made_once_for_groups()  # how many were started, by the default group
 
 
 def set_watchdog(
@@ -515,20 +514,21 @@ def is_watching() -> bool:
 def watch() -> None:
     """Start the watchdog of the default process group, if it has none and `set_watchdog` has not ended it."""
     group = dist.group.WORLD if dist.is_available() else None
-    if _patience is None or group is None or group in watchdogs or group.size() == 1:
+    if _patience is None or group is None or group in watchdogs:
         return
-    if "fake" in communicator.backend_names(group).values():
-        return  # other ranks are only simulated
     stop()
+    if group.size() == 1 or "fake" in communicator.backend_names(group).values():
+        return  # there are no other ranks, or they are only simulated
     passes.path.forget()
     store = cast(Any, group.get_group_store())
     if store is None:
         return  # ranks are threads, as in torch's own tests
+    number = _started.get(group, 0)
     try:
-        watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), store.clone(), _started[id(group)])
+        watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), store.clone(), number)
     except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets here, or a store of another kind
         warnings.warn(f"no watchdog tells why ranks wait for each other: {error}", stacklevel=2)
-    _started[id(group)] += 1
+    _started[group] = number + 1
     _prepare_for_end()
 
 

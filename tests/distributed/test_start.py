@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fsdp
 from fsdp.distributed import start
+from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankError, RankPool
 
 
@@ -43,6 +48,41 @@ def _meet_twice(port: int) -> tuple[str, str, int]:
     dist.destroy_process_group()
     time.sleep(is_late)  # so that the other rank looks for addresses first
     return _meet(port)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and files in /proc")
+@pytest.mark.parametrize("is_default", [True, False])
+def test_destroyed_process_groups_leave_no_threads_and_files(ranks: RankPool, is_default: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for counts in ranks(2, backend=None).run(_train_with_many_groups, store.port, is_default):
+        assert max(counts[3:]) <= max(counts[:3]), counts
+
+
+def _train_with_many_groups(port: int, is_default: bool) -> list[tuple[int, int]]:
+    """Return the numbers of threads and files after each of some starts."""
+    counts = []
+    for _ in range(6):
+        _meet(port)
+        group = None if is_default else dist.new_group()
+        model = fsdp.FullyShardedDataParallel(nn.Linear(3, 2), group)
+        model(torch.ones(1, 3)).sum().backward()
+        dist.destroy_process_group()
+        del model, group
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
+
+
+@on_ranks(2, backend=None)
+def test_a_model_outlives_its_process_group_and_those_of_later_models(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path}/first", rank=int(os.environ["RANK"]), world_size=2)
+    model = fsdp.FullyShardedDataParallel(nn.Linear(3, 2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{tmp_path}/second", rank=int(os.environ["RANK"]), world_size=2)
+    fsdp.FullyShardedDataParallel(nn.Linear(3, 2))
+    fsdp.save(tmp_path / "saved", model)
+    assert_same(model.state_dict(), expected)
 
 
 def _meet_and_end(port: int) -> None:
