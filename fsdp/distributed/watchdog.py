@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, cast
@@ -132,7 +133,7 @@ class Watchdog:
         self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
         self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
-        self._server = _Server((_own_ip(world_size), 0), self._answer)
+        self._server = _Server((_own_ip(world_size, store), 0), self._answer)
         ip, port = self._server.server_address[:2]
         own = Address(socket.gethostname(), os.getpid(), str(ip), port, self._server.secret)
         self._store.set(f"address of {rank}", json.dumps(own))
@@ -402,6 +403,7 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], answer: Callable[[Message], Message]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self.answer, self.secret = answer, secrets.token_hex(16)
 
@@ -425,10 +427,10 @@ def _tell(address: Address, message: Message) -> Message | str:
             connection.sendall(json.dumps({**message, "secret": address.secret}).encode() + b"\n")
             answer: Message = json.loads(connection.makefile().readline())
             return answer
-    except ConnectionRefusedError:
-        return _GONE
-    except (OSError, ValueError):
-        return _SILENT.format(**address._asdict())
+    except (OSError, ValueError) as error:
+        is_elsewhere = address.host != socket.gethostname() and ip_address(address.ip).is_loopback  # not to be reached
+        is_gone = isinstance(error, ConnectionRefusedError) and not is_elsewhere
+        return _GONE if is_gone else _SILENT.format(**address._asdict())
 
 
 def _exit_of(pid: int) -> str:
@@ -442,13 +444,17 @@ def _exit_of(pid: int) -> str:
     return ""
 
 
-def _own_ip(world_size: int) -> str:
+def _own_ip(world_size: int, store: Any) -> str:
     """Return the address by which other ranks reach this one: the loopback device's if all are on this machine."""
     if os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size):
         return _LOOPBACK
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", ""), 1))  # sends nothing
-        return str(probe.getsockname()[0])
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if host := getattr(store, "host", os.environ.get("MASTER_ADDR", "")):  # "" is the loopback device
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 1))  # sends nothing
+                return str(probe.getsockname()[0])
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return _LOOPBACK

@@ -10,8 +10,11 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp
 from benchmarks import _machines
 from benchmarks._machines import Machine, NotAllowedError, two_machines
 from tests.helpers.on_ranks import on_ranks
@@ -64,6 +68,26 @@ def test_training_across_two_machines_equals_one_process(machines: Machines, tmp
 def _sent(machine: Machine) -> int:
     path = f"/sys/class/net/{_machines.INTERFACE}/statistics/tx_bytes"
     return int(subprocess.run(machine.command(["cat", path]), capture_output=True, text=True, check=True).stdout)
+
+
+def test_a_late_rank_on_the_other_machine_is_reported_with_its_place(ranks: RankPool, machines: Machines) -> None:
+    report, _ = ranks(2, backend=None).run(_be_late, machines)
+    assert re.search(r"  rank 1: in no collective, at .*test_two_machines\.py:\d+ in _be_late\n", report), report
+
+
+def _be_late(machines: Machines) -> str:
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):  # without torchrun nobody sets them
+        os.environ.pop(name, None)
+    rank = int(os.environ["RANK"])
+    machines[rank].enter()
+    dist.init_process_group("gloo", f"tcp://{machines[0].address}:29500", rank=rank, world_size=2)
+    model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
+    fsdp.set_watchdog(1)
+    with redirect_stderr(StringIO()) as printed:
+        if rank == 1:
+            time.sleep(4)
+        model(torch.ones(1, 2))
+    return printed.getvalue()
 
 
 # --- a death

@@ -288,9 +288,19 @@ def test_the_socket_is_on_the_loopback_device_or_the_interface_of_the_group(
             return ("192.0.2.7", 1)
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # as with init_method="tcp://head:29500"
     monkeypatch.setattr(watchdog.socket, "socket", Probe)
-    assert watchdog._own_ip(2) == address
+    store = dist.PrefixStore("default", dist.HashStore())
+    monkeypatch.setattr(dist.HashStore, "host", "head", raising=False)
+    assert watchdog._own_ip(2, store) == address
+
+
+def test_a_rank_behind_the_loopback_device_of_another_machine_is_not_said_to_be_gone() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = watchdog.Address(socket.gethostname(), 1, "127.0.0.1", unused.getsockname()[1], "")
+        assert watchdog._tell(address, {}) == watchdog._GONE
+        assert "cannot be reached (process 1 on another)" in watchdog._tell(address._replace(host="another"), {})
 
 
 @pytest.mark.parametrize("patience", [0, -1.0])
