@@ -106,12 +106,20 @@ def test_a_program_without_torchrun_learns_how_it_is_started(monkeypatch: pytest
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [("2", "2"), ("-1", "2"), ("x", "2"), ("", "1"), ("0", "")])
+def test_a_rank_outside_of_the_world_is_an_error(monkeypatch: pytest.MonkeyPatch, rank: str, world_size: str) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"RANK={rank} and WORLD_SIZE={world_size} in .* 0 to WORLD_SIZE - 1"):
+        fsdp.init_distributed(timeout=timedelta(seconds=1))
+
+
 @pytest.fixture
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four accelerators, and the number of the current one at the end of the list. No process group is created."""
     current = [0]
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "1")
     monkeypatch.setattr(start, "accelerator", lambda: torch.device("cuda", current[-1]))
     monkeypatch.setattr(start, "current_device", lambda kind: torch.device(kind, current[-1]))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
