@@ -58,7 +58,7 @@ _HOMES = {
     "fsdp.layers.sharded_methods": "explain_methods",
     "fsdp.layers.state_dict.full": "ensure_agreed ensure_same_values explain load_full save_full with_wrapped_metadata",
     "fsdp.layers.state_dict.loading": "Loading",
-    "fsdp.layers.state_dict.local": "LocalLoad local local_metadata local_state members_in",
+    "fsdp.layers.state_dict.local": "LocalLoad local local_metadata local_state",
     "fsdp.layers.state_dict.materialize": "ParamInit materialize_unit",
     "fsdp.layers.state_dict.sharded": "TensorPart _rebuild load_sharded_state sharded_state",
     "fsdp.layers.state_dict.summon": "params_shown shapes_summoned summoned",
