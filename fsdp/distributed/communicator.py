@@ -321,18 +321,11 @@ class ClosedConnectionError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """A collective that a thread of this rank waits in, the public call that it is in, since when, and its works."""
+    """A collective that a thread of this rank waits in, the public call that it is in, and since when."""
 
     what: str
     call: str
     since: float
-    works: Sequence[Any] = ()
-
-    @property
-    def awaits(self) -> list[int]:
-        """The ranks whose messages it waits for; none if they are unknown."""
-        senders = {getattr(work, "sender", None) for work in self.works}
-        return sorted(rank for rank in senders if rank is not None)
 
 
 # For the watchdog: by thread, what this rank waits in now, and when its last wait has ended; and how long waits of
@@ -341,6 +334,7 @@ class Wait(NamedTuple):
 waits: dict[int, Wait] = {}
 _resumed: dict[int, float] = {}
 longest = {False: 0.0, True: 0.0}
+_awaited: dict[int, Sequence[Any]] = {}  # by thread, the works that it waits for
 _LONG = 10.0  # seconds between two waits, of which no more count: a rank may pause for hours
 
 
@@ -353,6 +347,12 @@ def is_aside(thread: int) -> bool:
     return thread != threading.main_thread().ident and thread not in main_threads
 
 
+def awaited_by(thread: int) -> list[int]:
+    """Return the ranks whose messages a thread waits for; none if they are unknown."""
+    senders = {getattr(work, "sender", None) for work in _awaited.get(thread, ())}
+    return sorted(rank for rank in senders if isinstance(rank, int))
+
+
 def explain(closed_by: int | None) -> str:
     """Return an explanation for a collective that did not complete; the watchdog replaces this function."""
     return ""
@@ -362,7 +362,7 @@ def finish(works: Sequence[Any], what: str) -> None:
     """Wait for works of `torch.distributed`; raise an error, with the known cause, if any of them did not complete."""
     thread, since = threading.get_ident(), time.monotonic()
     beside = thread != _MAIN_THREAD and is_aside(thread)
-    waits[thread] = Wait(what, _call.get(), since, works)
+    waits[thread], _awaited[thread] = Wait(what, _call.get(), since), works
     try:
         limit = _limit.get()
         for work in works:
@@ -371,7 +371,7 @@ def finish(works: Sequence[Any], what: str) -> None:
     except RuntimeError as error:
         raise incomplete(what, error) from error
     finally:
-        del waits[thread]
+        del waits[thread], _awaited[thread]
     now = time.monotonic()
     # Where much is computed between two waits, ranks come apart by more.
     since_last = 0.0 if beside else min(now - _resumed.get(thread, since), _LONG)

@@ -80,7 +80,7 @@ class Position:
         call = "" if wait or is_aside else _call_of_torchs(stacks.get(thread, ()))
         return cls(
             waits_for=wait.what if wait else "a collective of torch" if call else None,
-            awaits=wait.awaits if wait else [],
+            awaits=communicator.awaited_by(thread),
             call=wait.call if wait else call,
             seconds=time.monotonic() - wait.since if wait else 0.0,
             stack=_places(stacks.get(thread, ())),

@@ -328,7 +328,7 @@ class _Run:
         wait = communicator.waits.get(thread)
         return Position(
             waits_for=wait.what if wait else self.schedule.waits.get(thread),
-            awaits=wait.awaits if wait else [],
+            awaits=communicator.awaited_by(thread),
             call=wait.call if wait else "",
             seconds=0.0,
             stack=places_in(sys._current_frames().get(thread)),
