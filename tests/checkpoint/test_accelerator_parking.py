@@ -96,7 +96,7 @@ def test_nothing_of_a_parked_model_is_on_the_accelerator_and_training_goes_on_wi
 
     def parked(model: nn.Module, optimizer: Any) -> None:
         # Sums of 8 bytes stay, by which an OwnedOptimizer sees that shards were written.
-        sums = [one._sums for one in optimizer._each()] if wrap == "owned" else []
+        sums = [one._known[1] for one in optimizer._each() if one._known] if wrap == "owned" else []
         kept = before + sum(512 * (each.numel() > 0 and not is_host(each.device)) for each in sums)
         assert allocated() > kept
         with fsdp.parked(model, optimizer, to="host" if to == "host" else tmp_path) as nbytes:
