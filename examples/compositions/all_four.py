@@ -27,8 +27,8 @@ def train(
     folder: Path, steps: int, pp: int = 2, cp: int = 2, tp: int = 2
 ) -> list[float]:
     """Collective. Train, from the checkpoints in `folder` if there are any."""
-    fsdp.compat.fsdp2.install()
     shape = pp, gpt.ranks_of_rest(pp * cp * tp), cp, tp
+    fsdp.compat.fsdp2.install()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
     data = mesh["dp", "cp"]
 

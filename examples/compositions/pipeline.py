@@ -68,8 +68,8 @@ def clip(mesh: DeviceMesh, params: list[nn.Parameter], max_norm: float) -> None:
 
 def train(folder: Path, steps: int, pp: int = 2) -> list[float]:
     """Collective. Train, from the checkpoints in `folder` if there are any."""
-    fsdp.compat.fsdp2.install()  # torch's pipelines then know that stages are sharded
     dp = gpt.ranks_of_rest(pp)
+    fsdp.compat.fsdp2.install()  # torch's pipelines then know that stages are sharded
     mesh = init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
     number, place = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     model = gpt.build()
