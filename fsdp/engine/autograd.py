@@ -3,9 +3,9 @@
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
 ``torch._C._autograd._get_current_graph_task_keep_graph``,
 ``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter``,
-``torch._dynamo.compiled_autograd.in_compiled_autograd_region`` and ``Variable._execution_engine.queue_callback`` have
-no public counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. Tried on
-torch 2.11 to 2.15.
+``torch._dynamo.compiled_autograd.in_compiled_autograd_region``, ``Variable._execution_engine.queue_callback`` and the
+modes of selective activation checkpoints have no public counterpart; torch's own DistributedDataParallel, FSDP and
+``register_multi_grad_hook`` use them. Tried on torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fsdp.distributed.communicator import uncompiled
 
@@ -51,12 +53,36 @@ _UNCHANGED = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Create ordinary tensors inside the context, even while a transform of `torch.func` runs."""
+    """Create ordinary tensors inside the context, even while a transform of `torch.func` or a checkpoint runs."""
     if torch._C._functorch.peek_interpreter_stack() is None:
-        return _UNCHANGED
+        return outside_checkpoints()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 to 2.15)
 
     return temporarily_clear_interpreter_stack()
+
+
+def outside_checkpoints() -> AbstractContextManager[Any]:
+    """Hide operations inside the context from selective activation checkpoints.
+
+    Such a checkpoint numbers the operations of a forward, keeps the results of some, and returns them in the
+    recomputation by these numbers. A recomputation has fewer all-gathers, and would get results of other operations.
+    """
+    return _without_checkpoints() if torch._C._len_torch_dispatch_stack() else _UNCHANGED
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
 
 
 def will_run(node: Any) -> bool:

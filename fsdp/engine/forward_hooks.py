@@ -22,6 +22,7 @@ from fsdp.engine.autograd import (
     differentiable_tensors,
     in_backward,
     in_transform,
+    outside_checkpoints,
     outside_transforms,
     will_run,
 )
@@ -103,7 +104,8 @@ class ForwardHooks:
                 output = cast_floats(output, unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
-        unit.runtime.after_forward(unit, module, output, failed)
+        with outside_checkpoints():
+            unit.runtime.after_forward(unit, module, output, failed)
         return output
 
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
