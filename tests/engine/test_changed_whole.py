@@ -94,13 +94,3 @@ def test_data_of_another_shape_is_refused_by_name(layout: str) -> None:
             twins.sharded(torch.ones(2, 5))
     weight.data = before
     twins.train(lambda: None)
-
-
-@pytest.mark.parametrize("write", [in_place, by_data])
-@on_ranks(2)
-def test_a_sharded_weight_refuses(write: Callable[[nn.Parameter], None]) -> None:
-    twins = ChangedTwins()
-    twins.step()
-    with pytest.raises(RuntimeError, match=r"entry\.weight is sharded"):
-        write(seen_in(twins.sharded, "entry.weight"))
-    twins.train(lambda: None)

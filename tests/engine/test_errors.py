@@ -297,33 +297,6 @@ def test_in_a_world_of_one_the_weight_is_there() -> None:
     assert torch.equal(model.module.module[2].weight.detach(), model.state_dict()["2.weight"])
 
 
-@on_ranks(1, 2)
-def test_a_weight_that_was_replaced_by_another_shape() -> None:
-    model = FullyShardedDataParallel(layers())
-    step(model)
-    model.module.module[2].weight = nn.Parameter(torch.zeros(7, 3))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"2\.weight: expected shape \(3, 7\), got \(7, 3\).*nn.Parameter"):
-            model(torch.ones(2, 5))
-    model.module.module[2].weight = nn.Parameter(torch.zeros(3, 7))  # as the message says
-    assert not model.state_dict()["2.weight"].any()
-    assert torch.equal(model(torch.ones(2, 5))[0], model.state_dict()["2.bias"])
-    step(model)
-
-
-@on_ranks(1, 2)
-def test_weights_that_change_between_forward_and_backward() -> None:
-    model = nested_mlp(fully_sharded())
-    loss = model(torch.ones(2, 5)).sum()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2.0)
-    with pytest.raises(RuntimeError, match=r"its parameters were changed .* between forward and backward"):
-        loss.backward()
-    model.zero_grad()
-    step(model)
-
-
 # Ranks that disagree
 
 
@@ -400,16 +373,6 @@ def test_a_parameter_with_gradient_hooks() -> None:
         wrap_alone(module)
 
 
-@on_ranks(2)
-def test_a_parameter_that_was_added_after_wrapping() -> None:
-    model = FullyShardedDataParallel(layers())
-    model.module.module[2].extra = nn.Parameter(torch.zeros(3))
-    with pytest.raises(RuntimeError, match=r"2\.extra became a parameter after sharding"):
-        model(torch.ones(2, 5))
-    del model.module.module[2].extra
-    step(model)
-
-
 @on_ranks(3)
 def test_units_may_be_made_in_any_order() -> None:
     make = two_before_one if dist.get_rank() == 1 else usual
@@ -429,38 +392,6 @@ def test_models_that_only_some_ranks_have_do_not_matter() -> None:
     for each in (model, *others):
         step(each)
     step(model)
-
-
-class Branching(nn.Module):
-    """Three units that run only sometimes.
-
-    The first is gathered ahead in forward and the last in backward, also where they then don't run.
-    """
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.always = FullyShardedDataParallel(nn.Linear(5, 5), group)
-        self.seldom, self.rarely, self.hardly = (FullyShardedDataParallel(nn.Linear(5, 5), group) for _ in range(3))
-
-    def forward(self, inputs: Tensor, rarely: bool) -> Tensor:
-        hidden = self.always(inputs)
-        return self.hardly(self.rarely(self.seldom(hidden))) if rarely else hidden
-
-
-@pytest.mark.waiting
-@on_ranks(2)
-def test_a_rank_that_skips_a_unit() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=5))  # of which the first step takes a part
-    model = FullyShardedDataParallel(Branching(group), group)
-    model(torch.ones(2, 5), rarely=True).sum().backward()
-    skips = dist.get_rank() == 1
-    with suppress(RuntimeError) if skips else pytest.raises(RuntimeError) as error:
-        model(torch.ones(2, 5), rarely=not skips).sum().backward()
-    if not skips:
-        assert "rank 0: all-gather of rarely in forward did not complete" in str(error.value)
-        # By the report of where each rank is; before it, by the error of the collective.
-        assert re.search("(must run|Run) the same units", str(error.value))
-        assert model.training_state is TrainingState.IDLE
 
 
 # The wrong moment

@@ -132,17 +132,6 @@ def test_one_added_to_an_ignored_module_is_welcome(layout: str) -> None:
 
 @every_layout
 @on_ranks(2)
-def test_a_module_added_to_an_ignored_module_is_welcome(layout: str) -> None:
-    plain = layers()
-    model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
-    plain[1].append(nn.Linear(5, 5))  # as adapters are put on
-    model(torch.ones(2, 5)).sum().backward()
-    assert plain[1][2].weight.grad is not None
-    assert "1.2.weight" in model.state_dict()
-
-
-@every_layout
-@on_ranks(2)
 def test_an_ignored_parameter_may_be_replaced(layout: str) -> None:
     plain = layers()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])

@@ -12,7 +12,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -50,11 +49,7 @@ from tests.helpers.twins import (
     two_forwards_then_backwards,
 )
 
-
 # Each kind with one form of parameters, and below with all.
-@pytest.mark.parametrize(("step", "options"), list(zip(STEPS, cycle(OPTIONS), strict=False)))
-def test_a_step_of_this_kind(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
-    ranks(2).run(assert_trains_like_plain, nested_mlp, step, options=options)
 
 
 @every_option
