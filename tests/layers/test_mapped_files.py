@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import mmap
 import os
@@ -78,13 +77,6 @@ def test_values_survive_their_release(files: MappedFiles, numel: int) -> None:
     assert torch.equal(made, torch.arange(numel, dtype=torch.float32))
 
 
-def test_only_tensors_made_here_are_held(files: MappedFiles, tmp_path: Path) -> None:
-    assert files.holds(make(files, 3))
-    assert not files.holds(torch.zeros(3))
-    stranger = make(MappedFiles(tmp_path, keep=False), 3)
-    assert not files.holds(stranger)
-
-
 # How much of the system they take
 
 
@@ -141,37 +133,6 @@ def mapped_kib(files: MappedFiles, what: str = "Size") -> int:
 
 def names_in(folder: str | os.PathLike[str]) -> list[str]:
     return sorted(name for _, _, names in os.walk(folder) for name in names)
-
-
-def test_files_that_are_not_kept_have_no_names(files: MappedFiles) -> None:
-    made = [make(files, 3), make(files, LARGE)]
-    assert names_in(files.folder) == []
-    assert len(made) == 2
-
-
-def test_the_folder_goes_with_its_files(tmp_path: Path) -> None:
-    files = MappedFiles(tmp_path / "made" / "when needed", keep=False)
-    folder = files.folder
-    assert os.path.isdir(folder)
-    assert str(os.getpid()) in os.path.basename(folder)
-    del files
-    gc.collect()
-    assert not os.path.exists(folder)
-    assert (tmp_path / "made" / "when needed").is_dir()  # the user's, others may use it too
-
-
-def test_kept_files_have_the_values_and_say_what_for(tmp_path: Path) -> None:
-    files = MappedFiles(tmp_path, keep=True)
-    folder = files.folder
-    for role in ("shard", "optimizer state"):
-        files.allocate(5, torch.float64, role)[0].copy_(torch.arange(5))
-    del files
-    gc.collect()
-    shard, state = names_in(folder)
-    assert ("shard" in shard, "optimizer-state" in state) == (True, True)
-    for name in (shard, state):
-        content = bytearray(Path(folder, name).read_bytes())
-        assert torch.equal(torch.frombuffer(content, dtype=torch.float64, count=5), torch.arange(5).double())
 
 
 @pytest.fixture(scope="module")
@@ -275,15 +236,6 @@ def test_a_disk_without_room_is_an_error_and_leaves_nothing(tmp_path: Path, keep
         assert not make(files, LARGE).any()  # what there is room for can be had
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(files: MappedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, start: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(RuntimeError, match=r"No space left.*Make room, or name an offload_folder on another disk"):
-        make(files, LARGE)
-
-
 @pytest.mark.parametrize("has_fallocate", [True, False])
 def test_room_is_reserved_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_fallocate: bool) -> None:
     if not has_fallocate:  # as on macOS
@@ -311,27 +263,7 @@ def test_a_folder_that_was_removed_is_an_error_that_names_it(tmp_path: Path, wha
         make(files, LARGE)
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match=rf"offload_folder='{folder}' cannot be used"):
-            MappedFiles(folder, keep=False)
-
-
 # A mapping that is dead
-
-
-@pytest.mark.parametrize("size", [0, MIB - 1])
-def test_a_truncated_file_is_an_error_that_names_unit_and_file(tmp_path: Path, size: int) -> None:
-    files = MappedFiles(tmp_path, keep=True)
-    made, region = files.allocate(LARGE, torch.float32, "shard")
-    region.check("blocks.3")
-    path = os.path.join(files.folder, names_in(files.folder)[0])
-    os.truncate(path, size)
-    with pytest.raises(RuntimeError, match=rf"blocks\.3: its file {path} was truncated to {size} bytes"):
-        region.check("blocks.3")
-    del made
-    region.check("blocks.3")  # nobody can touch it any more
 
 
 @needs_proc

@@ -177,14 +177,6 @@ def sgd_with_trained(params: Any) -> torch.optim.Optimizer:
     return sgd_with_momentum([param for param in params if param.requires_grad])
 
 
-@parametrize_cases(options=KINDS, machine=["accelerated", "of CPUs only"], under_no_sync=[True, False])
-@on_ranks(2)
-def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(case: Case) -> None:
-    wrap = partial(FullyShardedDataParallel if case.under_no_sync else AlwaysReducing, **case.options)
-    with on(case.machine):
-        assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=4, clip=0.2)
-
-
 # State
 
 
@@ -205,26 +197,6 @@ def test_a_state_dict_goes_out_and_in_again(options: dict[str, Any]) -> None:
             torch.testing.assert_close(other(torch.ones(2, 5)), model(torch.ones(2, 5)))
         for name, value in again.state_dict().items():
             assert torch.equal(value, state[name]), name
-
-
-@every_kind
-@on_ranks(2)
-def test_what_is_changed_while_summoned_is_kept(options: dict[str, Any]) -> None:
-    def change(module: Any) -> None:  # in place, and by assigning
-        with torch.no_grad():
-            module.entry.weight.mul_(2)
-        module.exit.weight = nn.Parameter(torch.full((1, 3), 0.5))
-
-    with accelerated():
-        model: Any = nested_mlp(fully_sharded(**options))
-        plain = nested_mlp()
-        model(torch.ones(2, 5))
-        with model.summon_full_params():
-            change(model)
-        change(plain)
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, plain.state_dict()[name]), name
-        torch.testing.assert_close(model(torch.ones(2, 5)), plain(torch.ones(2, 5)))
 
 
 @every_kind
@@ -284,21 +256,6 @@ def test_a_world_of_one_trains_without_torch_distributed(tmp_path: Path, case: C
         expected = plain.state_dict()
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, expected[name], msg=f"{name} differs")
-
-
-@parametrize_cases(
-    options=MODES,
-    machine=["accelerated", "of CPUs only"],
-    mode=[torch.no_grad, torch.inference_mode],
-    nested=[True, False],
-)
-def test_a_world_of_one_infers_without_torch_distributed(tmp_path: Path, case: Case) -> None:
-    with on(case.machine):
-        model = nested_mlp(partial(alone, **with_folder(case.options, tmp_path)), nested=case.nested).eval()
-        plain = nested_mlp().eval()
-        for number in range(4):
-            with case.mode():
-                torch.testing.assert_close(model(inputs(number)), plain(inputs(number)))
 
 
 @pytest.mark.parametrize("trains", [True, False])

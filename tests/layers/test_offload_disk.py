@@ -32,7 +32,6 @@ from tests.helpers.parity import (
     adamw,
     alone,
     assert_bit_equal,
-    assert_parity,
     fully_sharded,
     fused_adamw,
     sgd_with_momentum,
@@ -93,11 +92,6 @@ def test_training_is_that_in_memory_to_the_bit(tmp_path: Path, case: Case) -> No
     in_memory = train_sharded(training, partial(wrapper, **options))
     with on(case.machine):
         assert_bit_equal(train_sharded(training, partial(wrapper, **on_disk(tmp_path, **options))), in_memory)
-
-
-@on_ranks(1, 2)
-def test_training_equals_one_process(tmp_path: Path) -> None:
-    assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**on_disk(tmp_path)), accumulate=2)
 
 
 @on_ranks(1, 2)
