@@ -35,7 +35,7 @@ def in_blocks(numel: int, strategy: str = "FULL_SHARD") -> Placements:
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=6,
     strategy=["FULL_SHARD", "SHARD_OPTIM", "SHARD_OPTIM_GRADS", "SHARD_GRAD_OP"],
     world_size=[2, 3, 1, 4],
     form=[*WRAPPERS],

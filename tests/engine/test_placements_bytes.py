@@ -84,7 +84,7 @@ def expected_bytes(value: str, shape: tuple[int, int], turns: int) -> int:
 SHAPES = [(1, 2), (1, 3), (2, 2), (1, 4)]
 
 
-@parametrize_pairs(at_most=16, value=[*VALUES], form=["flat", "orig"], shape=SHAPES, turns=[1, 3])
+@parametrize_pairs(at_most=10, value=[*VALUES], form=["flat", "orig"], shape=SHAPES, turns=[1, 3])
 def test_bytes_on_the_wire(ranks: RankPool, value: str, form: str, shape: tuple[int, int], turns: int) -> None:
     ranks(shape[0] * shape[1]).run(_count, value, form, shape, turns)
 
@@ -131,7 +131,7 @@ def expected_numel(value: str, shape: tuple[int, int]) -> tuple[int, int]:
     return LAYERS * shards_and_momentum, LAYERS * (kept + placements.gradients.numel(LAYER, sizes))
 
 
-@parametrize_pairs(at_most=14, value=[*VALUES], form=["flat", "orig"], shape=SHAPES)
+@parametrize_pairs(at_most=9, value=[*VALUES], form=["flat", "orig"], shape=SHAPES)
 def test_bytes_held(ranks: RankPool, value: str, form: str, shape: tuple[int, int]) -> None:
     ranks(shape[0] * shape[1]).run(_hold, value, form, shape)
 

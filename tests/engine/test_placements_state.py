@@ -66,7 +66,7 @@ def moments_of(plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {name: optimizer.state[param]["exp_avg"] for name, param in plain.named_parameters()}
 
 
-@parametrize_cases(at_most=6, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"], again=["flat", "orig"])
+@parametrize_cases(at_most=4, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"], again=["flat", "orig"])
 def test_a_checkpoint_is_loaded_under_any_other(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     ranks(4).run(_save_and_load, tmp_path, case.saved, case.loaded, case.form, case.again)
 
@@ -91,7 +91,7 @@ def _save_and_load(folder: Path, saved: str, loaded: str, form: str, again: str)
     assert_close_state(full_state(other), plain.state_dict())
 
 
-@parametrize_pairs(at_most=6, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"])
+@parametrize_pairs(at_most=4, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"])
 @on_ranks(4)
 def test_full_optimizer_state(saved: str, loaded: str, form: str) -> None:
     model, optimizer = build(saved, form)
@@ -109,7 +109,7 @@ def test_full_optimizer_state(saved: str, loaded: str, form: str) -> None:
     assert_close_state(full_state(other), plain.state_dict())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:3])
 @on_ranks(4)
 def test_fairscales_optimizer_state(strategy: str) -> None:
     model, optimizer = build(strategy, "flat")
@@ -136,10 +136,9 @@ def test_shards_are_loaded_by_the_same_ranks(form: str) -> None:
         model.local_metadata_dict()
 
 
-@pytest.mark.parametrize("form", ["flat", "orig"])
 @on_ranks(4)
-def test_copies_and_pickles(form: str) -> None:
-    for strategy in STRATEGIES[:3]:
+def test_copies_and_pickles() -> None:
+    for strategy, form in zip(STRATEGIES[:3], ("flat", "orig", "flat"), strict=True):
         model, optimizer = build(strategy, form)
         train(model, optimizer, range(1), dist.get_rank())
         model(batch(5, 0)).sum().backward()
@@ -213,7 +212,7 @@ def test_ranks_that_use_different_parameters(strategy: str, form: str) -> None:
 @on_ranks(4)
 def test_modules_that_only_some_ranks_run(strategy: str) -> None:
     both = Pair(**options_of(strategy))
-    for _ in range(3):
+    for _ in range(2):
         both.backward()
         both.backward()
         both.step()

@@ -293,7 +293,7 @@ CALLS: list[Callable[[], Values]] = [
 def test_what_was_sent_may_be_written_when_a_call_has_returned(call: Callable[[], Values]) -> None:
     expected = call()
     for late in range(2):
-        with late_messages(0.02 if dist.get_rank() == late else 0.0):
+        with late_messages(0.01 if dist.get_rank() == late else 0.0):
             found = call()
             left = under_way()
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text, late=late: f"{late}: {text}")
@@ -302,7 +302,7 @@ def test_what_was_sent_may_be_written_when_a_call_has_returned(call: Callable[[]
 
 @on_ranks(2)
 def test_what_was_sent_behind_a_collective_of_the_users_own_is_settled() -> None:
-    with late_messages(0.02):
+    with late_messages(0.01):
         way = CustomAllGather(communicator(dist.group.WORLD, torch.device("cpu")), OwnAllGather())
         way.exchange({}, {1: [torch.ones(3)]} if dist.get_rank() == 0 else {}, "values", 1).wait()
         assert under_way() == 1

@@ -20,7 +20,7 @@ from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, with_folder
 from tests.helpers.on_ranks import on_accelerators
-from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import adamw, alone, fully_sharded, sgd_with_momentum
 
 pytestmark = pytest.mark.accelerator
@@ -87,8 +87,7 @@ def assert_close_models(model: nn.Module, plain: nn.Module) -> None:
 # Where things are
 
 
-@every_hosted
-@pytest.mark.parametrize("moved", ["never", "before", "after"])
+@parametrize_pairs(options=HOSTED, moved=["never", "before", "after"])
 @on_accelerators(2)
 def test_shards_and_the_optimizer_s_state_stay_on_the_host(tmp_path: Path, options: dict[str, Any], moved: str) -> None:
     options = with_folder(options, tmp_path)
@@ -143,7 +142,7 @@ def test_a_model_that_was_moved_to_the_cpu_computes_there(tmp_path: Path, option
     torch.testing.assert_close(model(inputs(0).to(ACCELERATOR)).cpu(), plain(inputs(0)), rtol=1e-4, atol=1e-5)
 
 
-@every_kind
+@every_hosted
 @on_accelerators(2)
 def test_what_is_changed_while_summoned_is_kept(tmp_path: Path, options: dict[str, Any]) -> None:
     options = with_folder(options, tmp_path)
@@ -234,7 +233,7 @@ def test_a_world_of_one_trains_a_model_that_does_not_fit(tmp_path: Path, options
         torch.testing.assert_close(found.params[0].detach(), whole, rtol=1e-3, atol=1e-5)
 
 
-@every_kind
+@pytest.mark.parametrize("options", [BOTH, PARAMS], ids=["both", "params"])
 @on_accelerators(2, timeout=120)
 def test_peak_memory_of_several_ranks_is_below_that_of_the_whole(tmp_path: Path, options: dict[str, Any]) -> None:
     options = with_folder(options, tmp_path)

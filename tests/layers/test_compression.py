@@ -267,7 +267,7 @@ def test_errors_stay_below_a_fraction_of_the_largest_gradient(bits: int) -> None
     assert 0 < max(kept) <= 1.01 * largest / (2**bits - 3)
 
 
-@every_form
+@pytest.mark.parametrize("form", ["orig", "rows"])
 @on_ranks(2)
 def test_training_with_both_comes_down_as_without(form: str) -> None:
     losses, first = [], 0.0

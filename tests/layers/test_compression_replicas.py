@@ -239,7 +239,7 @@ def errors_of(model: Any) -> dict[str, Tensor]:
     return found
 
 
-@every_form
+@pytest.mark.parametrize("form", ["orig", "rows"])
 @on_ranks(4)
 def test_a_resumed_training_has_the_bits_of_the_one_that_went_on(form: str, tmp_path: Path) -> None:
     def begun() -> tuple[Any, torch.optim.Optimizer]:

@@ -37,7 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_cases(
-    at_most=6,
+    at_most=4,
     world_size=[2, 3, 4, 1],
     form=[*FORMS],
     recompute=[None, "outside", "inside"],

@@ -30,7 +30,7 @@ from tests.helpers.same_bits import (
     writer,
 )
 
-STEPS = 3
+STEPS = 2
 MICRO_BATCHES = 6  # which one, two and three ranks divide
 
 

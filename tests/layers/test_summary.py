@@ -43,10 +43,10 @@ def _printed_module() -> tuple[str, str, str]:
 
 
 def test_one_rank_alone_holds_all(ranks: RankPool) -> None:
-    assert "sharded: 2 parameters, float32, 1.0 GiB)" in ranks(1).run(_printed_alone)[0]
+    assert "sharded: 2 parameters, float32, 4.0 MiB)" in ranks(1).run(_printed_alone)[0]
 
 
 def _printed_alone() -> str:
     with torch.device("meta"):
-        model = nn.Linear(16383, 16384)
+        model = nn.Linear(1023, 1024)
     return repr(fully_shard(model))

@@ -184,12 +184,9 @@ def test_re_entrant_checkpoints_bring_what_nobody_saw_coming(ranks: RankPool) ->
     ranks(2).run(_train, "original", {}, "reentrant", 2, "ours")
 
 
-@pytest.mark.parametrize(("bucket_cap_mb", "form"), [(0, "original"), (25, "unflattened")])
-def test_replicas_and_communication_hooks_see_the_same_parameters(
-    ranks: RankPool, bucket_cap_mb: float, form: str
-) -> None:
-    ranks(4).run(_train_replicas, bucket_cap_mb, form)
-    ranks(3).run(_train_with_hook, bucket_cap_mb)
+def test_replicas_and_communication_hooks_see_the_same_parameters(ranks: RankPool) -> None:
+    ranks(4).run(_train_replicas, 0, "original")
+    ranks(2).run(_train_with_hook, 25)
 
 
 def _train_replicas(bucket_cap_mb: float, form: str) -> None:
