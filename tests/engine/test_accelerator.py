@@ -26,25 +26,15 @@ from tests.helpers.parity import fully_sharded
 pytestmark = pytest.mark.accelerator
 
 
-def train(model: nn.Module, batches: list[Tensor], micro_batches: int = 1) -> list[Tensor]:
-    """Losses of SGD steps; with several micro-batches, all but the last of a step are under `no_sync`."""
+def train(model: nn.Module, batches: list[Tensor]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
     for batch in batches:
         optimizer.zero_grad()
-        *early, last = batch.chunk(micro_batches)
-        if early:
-            with model.no_sync():
-                for part in early:
-                    (model(part).square().mean() / micro_batches).backward()
-        loss = model(last).square().mean() / micro_batches
-        loss.backward()
+        model(batch).square().mean().backward()
         optimizer.step()
-        losses.append(loss.detach())
-    return losses
 
 
-def _train_and_compare(options: dict[str, Any], micro_batches: int = 1, moves_afterwards: bool = False) -> None:
+def _train_and_compare(options: dict[str, Any], moves_afterwards: bool = False) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     plain = nested_mlp().to(ACCELERATOR)
     if moves_afterwards:  # as FairScale's users do
@@ -52,7 +42,7 @@ def _train_and_compare(options: dict[str, Any], micro_batches: int = 1, moves_af
     else:
         model = nested_mlp(lambda module: FullyShardedDataParallel(module.to(ACCELERATOR), **options))
     assert all(param.device.type == ACCELERATOR for param in model.parameters())
-    train(model, [batch.chunk(world_size)[rank] for batch in global_batches()], micro_batches)
+    train(model, [batch.chunk(world_size)[rank] for batch in global_batches()])
     train(plain, global_batches())
     expected = plain.state_dict()
     for name, value in model.state_dict().items():
@@ -88,10 +78,6 @@ def test_a_move_that_torch_does_not_make_in_place_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"cannot move a parameter from cpu to sim:0 .* before it is sharded"):
             model.to(ACCELERATOR)
         assert all(map(torch.equal, model.parameters(), before))
-
-
-def test_accumulation_on_an_accelerator_equals_the_unsharded_model(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(2).run(_train_and_compare, {}, 2)
 
 
 @on_accelerators(2)

@@ -27,18 +27,16 @@ from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.orig_twins import (
     OrigTwins,
-    a_rate_for_each,
     half_frozen,
     one_adamw,
     one_sgd,
     one_toolbox,
     original,
     part_of,
-    two_optimizers,
 )
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.twins import batch, score
+from tests.helpers.twins import batch
 
 
 def pieces(model: nn.Module) -> dict[str, LocalShard]:
@@ -89,19 +87,6 @@ def test_each_rank_has_its_part_of_each_parameter() -> None:
         dist.all_gather_object(spans, (piece.offset, piece.numel()))
         elements = [number for start, numel in spans for number in range(start, start + numel)]
         assert elements == list(range(whole.numel()))  # each on one rank, in the order of ranks
-
-
-@on_ranks(2)
-def test_the_optimizers_state_is_per_piece() -> None:
-    model = nested_mlp(original())
-    (optimizer,) = one_adamw(model)
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-    assert set(optimizer.state) == set(model.parameters())
-    for piece in pieces(model).values():
-        state = optimizer.state[piece]
-        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == piece.shape
-        assert state["step"] == 1
 
 
 @on_ranks(1)
@@ -262,55 +247,6 @@ def test_a_step_after_a_forward_without_backward_is_seen(how: dict[str, Any]) ->
 
 
 @on_ranks(1, 2)
-def test_changes_in_place_of_pieces_are_seen() -> None:
-    twins = OrigTwins(nested_mlp, one_sgd)
-    inputs = batch(7, 0)
-    twins.sharded(inputs)
-    with torch.no_grad():
-        twins.on_both(lambda params: [param.mul_(1.5) for param in params.values()])
-    torch.testing.assert_close(twins.sharded(inputs), twins.plain(inputs))
-
-
-@on_ranks(1, 2)
-def test_a_model_is_cast_between_steps() -> None:
-    twins = OrigTwins(nested_mlp, a_rate_for_each)
-    twins.step(0)
-    for model in (twins.sharded, twins.plain):
-        model.half()
-    assert all(piece.dtype == torch.float16 for piece in twins.pieces.values())
-    assert all(piece.grad is None or piece.grad.dtype == torch.float16 for piece in twins.pieces.values())
-    assert {value.dtype for value in twins.sharded.state_dict().values()} == {torch.float16}
-    for model in (twins.sharded, twins.plain):
-        model.double()
-    assert list(twins.pieces.values()) == list(twins.sharded.parameters())  # the optimizer's
-    # Gradients were cast as well, and roundings of means differ; without them all is equal.
-    for optimizers in twins.optimizers:
-        optimizers[0].state.clear()
-    twins.sharded.load_state_dict(twins.plain.state_dict())
-    for number in range(1, 3):
-        twins.step(number)
-    twins.assert_close_weights()
-
-
-@on_ranks(1, 2)
-def test_loaded_and_summoned_changes_are_trained_on() -> None:
-    twins = OrigTwins(nested_mlp, two_optimizers)
-    twins.step(0)
-    state = {name: value * 1.5 for name, value in twins.plain.state_dict().items()}
-    for model in (twins.sharded, twins.plain):
-        model.load_state_dict(state)
-    twins.step(1)
-    with twins.sharded.summon_full_params():  # type: ignore[operator]
-        summoned = dict(twins.sharded.named_parameters())
-        with torch.no_grad():
-            summoned["entry.weight"].neg_()
-            twins.wholes["entry.weight"].neg_()
-    assert list(twins.sharded.parameters()) == list(twins.pieces.values())
-    twins.step(2)
-    twins.assert_close_weights()
-
-
-@on_ranks(1, 2)
 def test_whole_parameters_show_what_is_frozen() -> None:
     twins = OrigTwins(half_frozen, one_sgd)
     twins.step(0)
@@ -338,16 +274,6 @@ def test_an_optimizers_state_is_saved_and_loaded_per_piece() -> None:
         optimizers[0].load_state_dict(saved)
     twins.step(1)
     twins.assert_close_weights()
-
-
-@on_ranks(2)
-def test_flat_and_original_state_dicts_are_the_same() -> None:
-    flat, model = nested_mlp(fully_sharded(), seed=1), nested_mlp(original())
-    model.load_state_dict(flat.state_dict())
-    state = model.state_dict()
-    assert list(state) == list(flat.state_dict())
-    assert all(torch.equal(value, state[name]) for name, value in flat.state_dict().items())
-    score(model(torch.ones(2, 5))).backward()
 
 
 @on_ranks(2)

@@ -64,18 +64,6 @@ def _in_order(order: str, model: nn.Module, inputs: Tensor, rank: int) -> Tensor
     return model(inputs, order)
 
 
-@on_ranks(1, 2)
-def test_one_optimizers_gradients_are_zeroed_and_accumulated_again() -> None:
-    twins = OrigTwins(nested_mlp, two_optimizers)
-    twins.backward(0)
-    twins.zero(slice(0, 1))  # the other's stay
-    twins.backward(1, sync=False)
-    twins.backward(2)
-    twins.assert_close_gradients()
-    twins.optimize()
-    twins.assert_close_weights()
-
-
 @on_ranks(2)
 def test_gradients_that_are_not_reduced_are_not_stepped() -> None:
     twins = OrigTwins(nested_mlp, two_optimizers)

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, Placed, Placement, Placements, ShardingStrategy
@@ -201,15 +200,3 @@ def test_placements_beside_what_they_replace(other: dict[str, Any]) -> None:
 def test_what_are_no_placements(given: Any) -> None:
     with pytest.raises(TypeError, match=re.escape("placements must be a fsdp.Placements or None, got")):
         FullyShardedDataParallel(nn.Linear(2, 2), process_group=Alone(), placements=given)
-
-
-@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_OPTIM, ShardingStrategy.SHARD_OPTIM_GRADS])
-def test_one_rank_needs_nothing_else(strategy: ShardingStrategy) -> None:
-    model = FullyShardedDataParallel(nn.Linear(2, 1), process_group=Alone(), sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for _ in range(2):
-        model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    assert model.sharding_strategy is strategy
-    assert all(torch.equal(value, before[name] - 1.0) for name, value in model.state_dict().items())

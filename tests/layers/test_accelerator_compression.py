@@ -14,6 +14,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, QuantizedGather, QuantizedReduce
 from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, host_waits
+from tests.helpers.pairs import parametrize_pairs
 
 pytestmark = pytest.mark.accelerator
 
@@ -26,8 +27,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("form", ["flat", "original", "rows"])
+@parametrize_pairs(form=["flat", "original", "rows"], policy=list(POLICIES))
 def test_training_is_about_the_same_as_on_the_cpu(accelerator_ranks: AcceleratorRanks, form: str, policy: str) -> None:
     accelerator_ranks(2, backend=BOTH).run(_compare, form, POLICIES[policy])
 

@@ -168,14 +168,6 @@ def test_it_trains_like_the_module_inside(group: str) -> None:
     assert_same_state(wrapper.state_dict(), plain.state_dict())
 
 
-def test_gradients_arrive_in_the_flat_parameter() -> None:
-    wrapper, plain = wrap(), Net()
-    for net in (wrapper, plain):
-        net(INPUTS).square().sum().backward()
-    for found, param in zip(wrapper.get_param_views([wrapper.flat_param.grad]), plain.parameters(), strict=True):
-        assert torch.equal(found, param.grad)
-
-
 def test_attributes_are_views_of_the_flat_parameter() -> None:
     wrapper = wrap()
     for _ in range(2):
@@ -295,12 +287,6 @@ def test_a_state_of_the_plain_module_can_be_loaded(group: str) -> None:
     assert len(wrapper.flat_params) == len(list(wrapper.parameters(recurse=False)))
 
 
-def test_the_plain_module_can_load_a_state() -> None:
-    plain = Net(seed=1)
-    plain.load_state_dict(wrap().state_dict())
-    assert_same_state(plain.state_dict(), Net().state_dict())
-
-
 def test_a_state_keeps_its_prefix_and_destination() -> None:
     expected = {f"a.b.{name}": value for name, value in Net().state_dict().items()}
     found: Tensors = {"other": torch.ones(1)}
@@ -403,10 +389,6 @@ class Outer(nn.Module):
         nn.init.zeros_(self.three.bias)
 
 
-def test_wrappers_inside_a_module_show_plain_names() -> None:
-    assert_same_state(Outer().state_dict(), Outer(wrapped=False).state_dict())
-
-
 def test_wrappers_inside_a_module_load_plain_names() -> None:
     outer = Outer(seed=5)
     outer.load_state_dict(Outer(wrapped=False).state_dict())
@@ -424,14 +406,6 @@ def test_wrappers_inside_a_module_load_flat_names(name: str) -> None:
     outer = Outer(seed=5)
     outer.load_state_dict(state)
     assert_same_state(outer.state_dict(), Outer().state_dict())
-
-
-def test_missing_names_inside_a_module_are_plain() -> None:
-    state = Outer().state_dict()
-    del state["two.0.second.bias"]
-    result = Outer().load_state_dict(state, strict=False)
-    assert result.missing_keys == ["two.0.second.bias"]
-    assert result.unexpected_keys == []
 
 
 def test_flat_parameters_are_not_flattened_again() -> None:
@@ -605,10 +579,3 @@ def test_groups_hold_the_modules_own_parameters_once() -> None:
     with pytest.raises(ValueError, match="in two groups"):
         FlattenParamsWrapper(net, [[net.first.weight], [net.first.weight]])
     assert_same_state(dict(net.named_parameters()), dict(Net().named_parameters()))
-
-
-def test_integer_parameters_cannot_be_flattened() -> None:
-    net = Net()
-    net.steps = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(TypeError, match=r"steps is a parameter of torch\.int64.*register_buffer"):
-        FlattenParamsWrapper(net)

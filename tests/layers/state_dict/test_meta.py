@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
-from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
+from fsdp import EMA, FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.verify import describe_handle
 from tests.helpers.calls import summon
@@ -150,11 +150,6 @@ def test_dtensors_may_come_without_values() -> None:
     model.load_state_dict({"weight": weight, "bias": torch.zeros(2)})
     found = model.state_dict()["weight"]
     assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, weight)
-
-
-def test_flattening_alone_is_for_parameters_with_values() -> None:
-    with pytest.raises(TypeError, match=r"weight is a .*meta parameter"):
-        FlattenParamsWrapper(nn.Linear(2, 2, device="meta"))
 
 
 # Given values
