@@ -113,7 +113,7 @@ def allocated() -> Iterator[list[int]]:
 # Sharding
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_while_whole_modules_see_leaves() -> None:
     module, handle = odd()
     handle.wait_for_unshard()
@@ -128,7 +128,7 @@ def test_while_whole_modules_see_leaves() -> None:
     assert handle.unsharded.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_the_phases_of_a_cycle() -> None:
     module, handle = odd()
     handle.unshard()
@@ -152,7 +152,7 @@ def test_the_phases_of_a_cycle() -> None:
     assert_whole(handle, module)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_leaves_live_as_long_as_the_handle() -> None:
     module, handle = odd()
     leaves, placeholders = list(handle.unsharded.leaves), list(seen(module).values())

@@ -77,7 +77,7 @@ def assert_wide(model: Any, expected: float) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2)
 def test_gradients_are_computed_sent_and_kept_in_the_grad_dtype_of_a_parameter(form: str) -> None:
     model = model_of(form)
     backward(model, 1 + TINY)

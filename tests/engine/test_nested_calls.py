@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adam
@@ -71,16 +72,11 @@ def test_a_module_that_is_called_inside_its_own_call_trains_as_the_plain_one(cas
     expected, _ = _trained(case.kind, case.inside, case.accumulate, lambda module: module, alone=True)
     state, _ = _trained(case.kind, case.inside, case.accumulate, lambda module: _sharded(module, case.how), alone=False)
     for name, value in expected.items():
-        torch.testing.assert_close(_whole(state[name]), value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(full_tensor(state[name]), value, rtol=1e-5, atol=1e-6)
 
 
 def _sharded(module: nn.Module, how: dict[str, Any] | None) -> nn.Module:
     return fully_shard(module) if how is None else FullyShardedDataParallel(module, **how)
-
-
-def _whole(value: Any) -> Tensor:
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole
 
 
 def _trained(kind: type[nn.Module], inside: bool, accumulate: int, shard: Any, alone: bool) -> tuple[Any, nn.Module]:
@@ -166,7 +162,7 @@ def test_a_call_goes_on_after_a_nested_call_that_failed(caught: type[BaseExcepti
     for how in HOWS[: 3 if caught is KeyboardInterrupt else 4]:  # which nobody sees but the wrapper
         state = trained(partial(_sharded, how=how))
         for name, value in expected.items():
-            torch.testing.assert_close(_whole(state[name]), value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(full_tensor(state[name]), value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("caught", [KeyboardInterrupt, ValueError])
@@ -192,6 +188,6 @@ def test_what_was_given_up_in_a_nested_call_is_no_nested_call_later(caught: type
         torch.manual_seed(0)
         plain = Again()
         plain(torch.ones(2, 5)).sum().backward()
-        grads = [_whole(param.grad) for param in model.parameters() if param.grad is not None]
+        grads = [full_tensor(param.grad) for param in model.parameters() if param.grad is not None]
         assert sum(float(grad.abs().sum()) for grad in grads) > 0
         assert all(param.grad is not None for param in plain.parameters())

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, fully_shard
 from tests.helpers.equality import assert_close
+from tests.helpers.forms import full_state
 from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
 
@@ -62,13 +63,8 @@ def _backward_plain(plain: nn.Module, number: int) -> None:
     torch.stack(losses).sum().backward()
 
 
-def _whole(model: Any) -> dict[str, Tensor]:
-    state = model.state_dict().items()
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
-
-
 def _assert_close(model: Any, plain: nn.Module) -> None:
-    assert_close(_whole(model), dict(plain.state_dict()), rtol=1.3e-6, atol=1e-5)
+    assert_close(full_state(model), dict(plain.state_dict()), rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -274,9 +274,8 @@ def test_gradients_are_kept_in_the_dtype_of_the_computation_if_asked_for(kind: s
         torch.testing.assert_close(low_state[name], value, rtol=2.0**-7, atol=0)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("reduce_dtype", [None, SINGLE, BRAIN])
-@pytest.mark.parametrize("kind", every_kind(LOW))
+@parametrize_pairs(kind=list(every_kind(LOW)), reduce_dtype=[None, SINGLE, BRAIN])
+@on_ranks(2)
 def test_gradients_that_are_kept_low_can_be_summoned(kind: str, reduce_dtype: torch.dtype | None) -> None:
     policy = MixedPrecision(param_dtype=BRAIN, reduce_dtype=reduce_dtype, keep_low_precision_grads=True)
     model = weights(**every_kind(policy)[kind])

@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, fully_shard, get_fsdp_instances
 from fsdp.distributed import passes
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.calls import infer
+from tests.helpers.forms import full_state
 from tests.helpers.models import Net, Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -571,10 +571,7 @@ def _trains_with_two_calls(model: nn.Module, plain: nn.Module, choices: tuple[An
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    state = model.state_dict()
-    for name, value in state.items():
-        state[name] = value.full_tensor() if isinstance(value, DTensor) else value
-    torch.testing.assert_close(dict(state), dict(plain.state_dict()))
+    torch.testing.assert_close(full_state(model), dict(plain.state_dict()))
 
 
 class InOwnDtype(nn.Linear):

@@ -20,7 +20,6 @@ from tests.helpers.twins import (
     OPTIONS,
     assert_at_rest,
     assert_trains_like_plain,
-    every_option,
     once,
     score,
     tanh_layers,
@@ -49,7 +48,6 @@ class CheckpointedInside(nn.Module):
         return self.shared(self.halves[number](inputs))
 
 
-reentrant_or_not = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "other"])
 CHECKPOINTED_STEPS = [once, with_input_gradient, two_forwards_then_backwards, two_forwards_then_one_backward]
 
 
@@ -98,8 +96,7 @@ def test_one_layer_in_two_reentrant_checkpoints_of_its_unit_is_an_error() -> Non
     assert_at_rest(model)
 
 
-@every_option
-@reentrant_or_not
+@parametrize_pairs(reentrant=[True, False], options=OPTIONS)
 def test_checkpointing_around_the_root(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
     around_root = partial(recompute_all, reentrant, False)
     around_loss = partial(recompute_all, reentrant, True)
@@ -126,8 +123,7 @@ def several_in_one(wrap: Wrap, reentrant: bool) -> nn.Module:
     return wrap(net)
 
 
-@every_option
-@reentrant_or_not
+@parametrize_pairs(reentrant=[True, False], options=OPTIONS)
 def test_one_checkpoint_around_several_units(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
     make = partial(several_in_one, reentrant=reentrant)
     ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-import fsdp
-from fsdp import FullyShardedDataParallel
-from tests.helpers.forms import inside
+from fsdp.distributed.dtensor import full_tensor
+from tests.helpers.forms import FORMS, full_state, inside
+from tests.helpers.forms import sharded as sharded_in
 from tests.helpers.on_ranks import on_ranks
 
-FORMS: dict[str, Callable[[nn.Module], Any]] = {
-    "flat": FullyShardedDataParallel,
-    "orig": partial(FullyShardedDataParallel, use_orig_params=True),
-    "rows": fsdp.fully_shard,
-}
 every_form = pytest.mark.parametrize("form", FORMS)
-every_size = pytest.mark.parametrize("world_size", [2, 3])
 
 
 class Tied(nn.Module):
@@ -55,7 +47,7 @@ class Looking(Tied):
 def _twins(form: str, kind: type[nn.Module] = Tied) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = kind()
-    return FORMS[form](copy.deepcopy(plain)), plain
+    return sharded_in(copy.deepcopy(plain), form), plain
 
 
 def _assert_alike(sharded: Any, plain: Any, steps: int = 2) -> None:
@@ -70,12 +62,7 @@ def _assert_alike(sharded: Any, plain: Any, steps: int = 2) -> None:
             optimizer.step()
             optimizer.zero_grad()
         torch.testing.assert_close(outputs[0], outputs[1])
-    state = {name: _whole(value) for name, value in sharded.state_dict().items()}
-    torch.testing.assert_close(state, dict(plain.state_dict()))
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    torch.testing.assert_close(full_state(sharded), dict(plain.state_dict()))
 
 
 @contextmanager
@@ -88,9 +75,8 @@ def _swapping() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@every_size
 @every_form
-@on_ranks("world_size")
+@on_ranks(2)
 def test_a_weight_can_be_read_by_numpy_in_a_forward(form: str) -> None:
     sharded, plain = _twins(form, Looking)
     with warnings.catch_warnings(record=True) as caught:
@@ -99,9 +85,8 @@ def test_a_weight_can_be_read_by_numpy_in_a_forward(form: str) -> None:
     assert any("entry.weight" in str(each.message) and "NumPy" in str(each.message) for each in caught)
 
 
-@every_size
 @every_form
-@on_ranks("world_size")
+@on_ranks(2)
 def test_a_model_can_be_sharded_in_inference_mode(form: str) -> None:
     with torch.inference_mode():
         sharded, _ = _twins(form)
@@ -109,9 +94,8 @@ def test_a_model_can_be_sharded_in_inference_mode(form: str) -> None:
     _assert_alike(sharded, plain)
 
 
-@every_size
 @every_form
-@on_ranks("world_size")
+@on_ranks(2)
 def test_an_optimizer_can_step_in_inference_mode(form: str) -> None:
     model, plain = _twins(form)
     for each in (model, plain):
@@ -124,9 +108,8 @@ def test_an_optimizer_can_step_in_inference_mode(form: str) -> None:
     torch.testing.assert_close(model(torch.ones(3, 5)), plain(torch.ones(3, 5)))
 
 
-@every_size
 @every_form
-@on_ranks("world_size")
+@on_ranks(2)
 def test_parameters_are_not_swapped(form: str) -> None:
     """By a cast and by a load, if torch is set to do so."""
     sharded, plain = _twins(form)
@@ -137,24 +120,22 @@ def test_parameters_are_not_swapped(form: str) -> None:
     _assert_alike(sharded, plain)
     with _swapping():
         sharded.load_state_dict(before)
-    plain.load_state_dict({name: _whole(value) for name, value in before.items()})
+    plain.load_state_dict({name: full_tensor(value) for name, value in before.items()})
     _assert_alike(sharded, plain)
 
 
-@every_size
 @every_form
-@on_ranks("world_size")
+@on_ranks(2)
 def test_a_state_dict_can_be_taken_in_inference_mode(form: str) -> None:
     sharded, plain = _twins(form)
     with torch.inference_mode():
         state = sharded.state_dict()
-    torch.testing.assert_close({name: _whole(value) for name, value in state.items()}, dict(plain.state_dict()))
+    torch.testing.assert_close({name: full_tensor(value) for name, value in state.items()}, dict(plain.state_dict()))
     _assert_alike(sharded, plain)
 
 
-@every_size
 @every_form
-@on_ranks("world_size")
+@on_ranks(2)
 def test_weights_can_be_tied_again(form: str) -> None:
     sharded, plain = _twins(form)
     for _ in range(2):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
+from tests.helpers.forms import full_state
 from tests.helpers.on_ranks import on_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -59,13 +60,6 @@ def _rows_of(rank: int, step: int) -> Tensor:
     return torch.tensor([[0, 3], [1, 3], [2, 5]][(rank + step) % 3])
 
 
-def _whole(model: Any) -> dict[str, Tensor]:
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict().items()
-    }
-
-
 @pytest.mark.parametrize("kind", OPTIONS)
 @on_ranks(lambda kind: 4 if kind == "hybrid" else 3)
 def test_what_forward_writes_to_its_own_weights_is_kept(kind: str) -> None:
@@ -88,7 +82,7 @@ def test_what_forward_writes_to_its_own_weights_is_kept(kind: str) -> None:
     with torch.no_grad():
         model(torch.arange(4) + dist.get_rank())
         plain(torch.arange(3 + world))
-    found = _whole(model)
+    found = full_state(model)
     for name, expected in plain.state_dict().items():
         torch.testing.assert_close(found[name], expected, msg=name)
 

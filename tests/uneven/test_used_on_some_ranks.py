@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -25,6 +24,8 @@ from fsdp.distributed.communicator import Tags
 from fsdp.engine.reduction import Bucket
 from tests.helpers.comm_hooks import average, with_hook
 from tests.helpers.dtensor_twins import ours
+from tests.helpers.equality import assert_close_state
+from tests.helpers.forms import full_state
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
@@ -92,10 +93,6 @@ def one_here_another_there(step: int, rank: int, part: str) -> bool:
     return "abc"[(step + rank + len(block) + ord(block[0])) % 3] != name
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def train_like_plain(
     make: Callable[[Wrap], nn.Module],
     wrap: Wrap,
@@ -121,11 +118,7 @@ def train_like_plain(
                 (loss_of(plain, at, other, uses) / world).backward()
         for optimizer in optimizers:
             optimizer.step()
-    found = {name: whole(value) for name, value in sharded.state_dict().items()}
-    expected = plain.state_dict()
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, at=name: f"{at}: {text}")
+    assert_close_state(full_state(sharded), plain.state_dict())
 
 
 @contextmanager

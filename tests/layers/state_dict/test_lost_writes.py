@@ -66,7 +66,7 @@ def cast(model: Any) -> None:
 _kept: list[Any] = []
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("use", [average, load_in_part, write_one, read, keep_average, load_again, cast])
 def test_a_write_that_is_dropped_with_the_state_dict_is_a_warning(use: Use) -> None:
     is_lost = use in (average, load_in_part, write_one)

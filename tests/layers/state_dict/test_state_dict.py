@@ -5,10 +5,8 @@ Most tests run on `Zoo`, which holds everything that a state dict can hold, and 
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +38,6 @@ class Parent(nn.Module):
             self.before = nn.Linear(3, 2)
         self.child = zoo(wrap, seed)
         self.register_buffer("after", torch.arange(3.0))
-
-
-every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-flattened = pytest.mark.parametrize("flatten_parameters", [True, False], ids=["flat", "unflattened"])
 
 
 # Saving
@@ -98,17 +92,6 @@ def test_the_state_is_owned() -> None:
     kept = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
     train(model)
     assert all(torch.equal(before[name], value) for name, value in kept.items()), "training may not change it"
-
-
-@on_ranks(2)
-def test_saving_writes_no_more_than_the_plain_module() -> None:
-    def nbytes(state: dict[str, Any]) -> int:
-        file = io.BytesIO()
-        torch.save({name: value for name, value in state.items() if isinstance(value, Tensor)}, file)
-        return len(file.getvalue())
-
-    slack = 11 * 5 * 4 + 1024  # a tied weight may be written twice
-    assert nbytes(zoo(fully_sharded()).state_dict()) <= nbytes(zoo().state_dict()) + slack
 
 
 @on_ranks(2)
@@ -173,18 +156,10 @@ def test_a_state_dict_while_summoned() -> None:
     assert_same_state(model.state_dict(), zoo(seed=1).state_dict())
 
 
-@on_ranks(2)
-def test_what_is_inside_does_not_give_shards_for_state() -> None:
-    model = nested_mlp(fully_sharded())
-    for inside in (model.module, model.module.module):
-        with suppress(RuntimeError):  # refusing is as good
-            assert_same_state(inside.state_dict(), nested_mlp().state_dict())
-
-
 # Loading
 
 
-@parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
+@parametrize_pairs(world_size=[2, 3], flatten_parameters=[True, False])
 @on_ranks("world_size")
 def test_there_and_back(flatten_parameters: bool) -> None:
     wrap = fully_sharded(flatten_parameters=flatten_parameters)
