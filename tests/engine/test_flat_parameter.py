@@ -21,14 +21,6 @@ def params(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def test_parameters_lie_one_after_the_other_in_row_major_order() -> None:
-    plain = [*params((2, 3), (), (0, 4)), nn.Parameter(torch.arange(6.0).view(3, 2).T)]
-    flat = FlatParameter(plain)
-    assert isinstance(flat, nn.Parameter)
-    assert flat.is_leaf
-    assert flat.tolist() == [value for param in plain for value in param.flatten().tolist()]
-
-
 def test_the_originals_are_left_alone() -> None:
     plain = params((2, 3), (4,))
     flat = FlatParameter(plain)
@@ -69,37 +61,6 @@ def test_it_flattens_plain_parameters_only(stranger: Any) -> None:
 def test_parameters_that_differ_are_named(other: nn.Parameter, listing: str) -> None:
     with pytest.raises(ValueError, match=f"flattens parameters of one {listing}. Make one for each"):
         FlatParameter([*params((2,)), other], names=["a", "b"])
-
-
-def test_views_have_the_original_shapes_and_values() -> None:
-    plain = params((2, 3), (), (0, 4), (5,))
-    views = list(FlatParameter(plain).get_param_views())
-    assert [view.shape for view in views] == [param.shape for param in plain]
-    assert all(map(torch.equal, views, plain))
-
-
-def test_gradients_flow_through_views_into_the_flat_parameter() -> None:
-    flat = FlatParameter(params((2, 3), (4,)))
-    first, second = flat.get_param_views()
-    (2 * first.sum() + 3 * second.sum()).backward()
-    assert flat.grad is not None
-    assert flat.grad.tolist() == [2.0] * 6 + [3.0] * 4
-
-
-def test_views_of_other_data() -> None:
-    flat = FlatParameter(params((2, 3), (4,)))
-    data = torch.arange(10)
-    first, second = flat.get_param_views(external_data=data)
-    assert torch.equal(first, torch.arange(6).view(2, 3))
-    second.zero_()
-    assert data[6:].tolist() == [0] * 4
-
-
-@pytest.mark.parametrize("numel", [0, 9, 11])
-def test_data_of_another_size_is_refused(numel: int) -> None:
-    flat = FlatParameter(params((2, 3), (4,)))
-    with pytest.raises(ValueError, match=f"have 10 elements, the data has {numel}"):
-        flat.get_param_views(torch.zeros(numel))
 
 
 def test_metadata_lists_names_shapes_and_sizes() -> None:

@@ -6,6 +6,7 @@ In bfloat16, 1 + 2**-9 is 1, so a gradient that has this value was computed, sen
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -96,22 +97,13 @@ def test_they_are_averaged_in_it(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["flat", "orig"])
 @on_ranks(2)
-def test_they_accumulate_in_it_without_communication(form: str) -> None:
-    model = model_of(form, mixed_precision=MixedPrecision(reduce_dtype=SINGLE))
-    with model.no_sync():
-        backward(model, 1.0)
-        assert all(param.grad is None or "no_sync" in param.grad.message for param in model.parameters())
-    backward(model, TINY)
-    assert_wide(model, 1 + TINY)
-
-
-@pytest.mark.parametrize("form", ["flat", "orig"])
-@on_ranks(2)
-def test_they_are_offloaded_in_it(form: str) -> None:
-    model = model_of(form, offload="cpu")
-    backward(model, 1.0)
-    backward(model, TINY)
-    assert_wide(model, 1 + TINY)
+def test_they_accumulate_in_it_without_communication_and_offloaded(form: str) -> None:
+    for options in ({"mixed_precision": MixedPrecision(reduce_dtype=SINGLE)}, {"offload": "cpu"}):
+        model = model_of(form, **options)
+        with model.no_sync() if "offload" not in options else nullcontext():
+            backward(model, 1.0)
+        backward(model, TINY)
+        assert_wide(model, 1 + TINY)
 
 
 @pytest.mark.parametrize("form", ["flat", "orig"])

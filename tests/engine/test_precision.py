@@ -50,11 +50,6 @@ def test_a_policy_cannot_be_changed() -> None:
     assert len({policy, MixedPrecision(param_dtype=BRAIN), MixedPrecision()}) == 2
 
 
-def test_a_policy_is_told_by_keyword_only() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        MixedPrecision(BRAIN)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"])
 @pytest.mark.parametrize("wrong", [torch.int64, torch.complex64, torch.float8_e4m3fn, "bfloat16", 16, True])
 def test_a_policy_names_the_dtype_that_it_refuses(name: str, wrong: Any) -> None:
@@ -85,11 +80,6 @@ def test_what_is_neither_a_flag_nor_our_policy_is_not_taken_for_float16(wrong: A
 def test_a_policy_has_no_flag_beside_it(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"mixed_precision is a MixedPrecision, .*: {name} cannot be given beside it"):
         alone(layers(), mixed_precision=MixedPrecision(), **{name: value})
-
-
-def test_all_flags_beside_a_policy_are_named() -> None:
-    with pytest.raises(ValueError, match="compute_dtype, buffer_dtype cannot be given beside it"):
-        alone(layers(), mixed_precision=MixedPrecision(), compute_dtype=HALF, buffer_dtype=HALF)
 
 
 @pytest.mark.parametrize("silent", [False, None])

@@ -6,8 +6,6 @@ of a dtype, each storage counted once.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -192,23 +190,6 @@ def test_between_steps_there_are_float32_shards_to_the_byte() -> None:
         assert live_bytes(SINGLE) - before == 2 * shards
         model.zero_grad()
         assert live_bytes(SINGLE) - before == shards
-
-
-@parametrize_pairs(
-    mixed_precision=[False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)], world_size=[1, 2]
-)
-@on_ranks("world_size")
-def test_a_model_that_nobody_holds_is_collected(mixed_precision: Any) -> None:
-    """Hooks of autograd on its parameters must not keep it: Python cannot see such a cycle."""
-
-    def use(model: nn.Module, times: int) -> weakref.ref[nn.Module]:
-        for number in range(times):
-            step(model.train(number % 2 == 0))
-        return weakref.ref(model)
-
-    dropped = [use(tower(mixed_precision=mixed_precision), times) for times in range(3)]
-    gc.collect()
-    assert [model() for model in dropped] == [None] * 3
 
 
 # The cache of autocast

@@ -83,15 +83,6 @@ def test_gradients_that_were_accumulated_before_sharing_count_alike() -> None:
 
 
 @on_ranks(2)
-def test_gradients_have_the_same_norm_and_are_clipped_alike() -> None:
-    pair = SideBySide(Siblings, under_the_root)
-    pair.backward(0)
-    norm = pair.sharded.clip_grad_norm_(0.01)
-    assert_close(norm, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01), "norm")
-    pair.assert_close_gradients()
-
-
-@on_ranks(2)
 def test_trains_in_mixed_precision_and_evaluates_in_full() -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     model: Any = under_the_root(seeded(Siblings), fully_sharded(mixed_precision=policy))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,8 +14,6 @@ from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
-
-Cast = Callable[[nn.Module], Any]
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -156,19 +151,6 @@ def _holder(wrap: Wrap) -> Holder:
     return Holder(wrap)
 
 
-@every_layout
-@on_ranks(2)
-def test_a_plain_module_around_units_is_cast(layout: str) -> None:
-    sharded, plain = (_holder(wrap) for wrap in (fully_sharded(**LAYOUTS[layout]), keep))
-    for model in (sharded, plain):
-        model.double()
-    sharded_state = sharded.state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(sharded_state[name], value)
-    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(sharded(inputs), plain(inputs))
-
-
 # A part of a unit
 
 
@@ -270,17 +252,6 @@ def test_casting_with_unreduced_gradients_is_refused_before_anything_is_changed(
     for optimizer in twins.optimizers:
         optimizer.zero_grad()
     _go_on(twins)
-
-
-@every_layout
-@on_ranks(2)
-def test_casting_between_forward_and_backward_is_refused(layout: str) -> None:
-    model = ChangedTwins(layout, dtype=torch.float32).sharded
-    loss = model(torch.ones(2, 5)).sum()
-    model.double()
-    with pytest.raises(RuntimeError, match=r"changed \(by an optimizer step, a cast"):
-        loss.backward()
-    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
 
 
 # In a forward

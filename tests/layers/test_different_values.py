@@ -43,7 +43,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"mixed_precision": True, "compute_dtype": torch.bfloat16},
     {"reshard_after_forward": False},
 ]
-every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
 def seeded_by_rank(**options: Any) -> nn.Module:
@@ -360,25 +359,11 @@ def test_a_word_and_its_complement_differ() -> None:
         assert fingerprint(one) != fingerprint(other)
 
 
-def test_signs_that_change_together_do_not_cancel_out() -> None:
-    one = torch.rand(10)
-    for first in range(10):
-        for second in range(first):
-            other = one.clone()
-            other[[first, second]] *= -1
-            assert fingerprint(one) != fingerprint(other)
-
-
 @pytest.mark.parametrize("numel", [5, 131_072, 131_073, 400_000])
 def test_order_counts(numel: int) -> None:
     values = torch.arange(float(numel))
     found = {fingerprint(each) for each in (values, values.flip(0), values.roll(1), values.roll(2))}
     assert len(found) == 4
-
-
-def test_blocks_may_not_change_places() -> None:
-    first, second = torch.rand(131_072), torch.rand(131_072)
-    assert fingerprint(torch.cat([first, second])) != fingerprint(torch.cat([second, first]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

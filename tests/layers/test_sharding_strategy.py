@@ -37,15 +37,6 @@ def wrapped(**options: Any) -> Any:
     return fully_sharded(**options)(nn.Linear(4, 3))
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-@on_ranks(2)
-def test_units_of_the_same_groups_share_the_set_of_ranks(hybrid: bool) -> None:
-    over = {"process_group": mesh_of(2, 1)} if hybrid else {}
-    one, other = wrapped(**over), wrapped(**over)
-    assert one._unit.ranks == {0, 1}
-    assert one._unit.ranks is other._unit.ranks
-
-
 # Names
 
 
@@ -295,24 +286,6 @@ def test_two_groups_are_for_hybrid_sharding(strategy: ShardingStrategy) -> None:
 
 
 # Groups
-
-
-@on_ranks(2)
-def test_a_mesh_of_one_dimension_is_its_group() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    for strategy in (None, FULL, NONE):
-        model = wrapped(process_group=mesh, sharding_strategy=strategy)
-        chosen = model.replicate_group if strategy is NONE else model.process_group
-        assert chosen is mesh.get_group()
-
-
-@on_ranks(4)
-def test_a_mesh_replicates_over_its_first_dimension() -> None:
-    mesh = mesh_of(2, 2)
-    model = wrapped(process_group=mesh)
-    assert model.replicate_group is mesh.get_group("replicate")
-    assert model.process_group is mesh.get_group("shard")
-    assert model.process_group_reduce_scatter is model.process_group
 
 
 @on_ranks(4)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp import EMA, ShardingStrategy
+from fsdp import ShardingStrategy
 from fsdp.distributed.comm_hooks import bf16_compress_hook
 from tests.helpers.copied_twins import (
     FLAT,
@@ -28,10 +28,9 @@ from tests.helpers.copied_twins import (
     wrappers_in,
 )
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
-from tests.helpers.models import tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
-from tests.helpers.parity import TOKENS, adamw, assert_parity, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import adamw, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.tensor_parallel import SENTENCES, gpt
 
 NONE, HYBRID = ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
@@ -65,21 +64,6 @@ def test_states_are_exchanged_with_plain_sharding(options: dict[str, Any]) -> No
         assert_replicas_agree(target)
         for name, value in target.state_dict().items():
             assert torch.equal(value, state[name]), name
-
-
-@on_ranks(4)
-def test_an_average_of_weights() -> None:
-    twins = CopiedTwins.of(nested, sgd_with_momentum, **two_by_two())
-    average = EMA(twins.sharded, decay=0.5)
-    expected = {name: value.clone() for name, value in twins.plain.state_dict().items()}
-    for number in range(2):
-        twins.train(number)
-        average.update_parameters(twins.sharded)
-        for name, value in twins.plain.state_dict().items():
-            expected[name] = value.clone() if number == 0 else torch.lerp(expected[name], value, 0.5)
-    found = average.module.state_dict()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
 
 
 # Copies
@@ -200,13 +184,6 @@ def test_a_communication_hook_is_refused(how: Callable[[], dict[str, Any]]) -> N
 
 
 # With other features
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(4)
-def test_recomputed_units(reentrant: bool) -> None:
-    make = partial(tiny_transformer, recompute="inside", reentrant=reentrant)
-    assert_parity(make, adamw, wrap=fully_sharded(**two_by_two()), task=TOKENS)
 
 
 @pytest.mark.parametrize("how", [dict, two_by_two, replicated])

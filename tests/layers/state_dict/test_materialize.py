@@ -14,7 +14,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.equality import assert_same_state
-from tests.helpers.meta_models import FORMS, Norms, Rotary, Zoo, initialise, mlp, on_meta, sharded, state_of
+from tests.helpers.meta_models import FORMS, Norms, Zoo, initialise, mlp, on_meta, sharded, state_of
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
@@ -261,16 +261,6 @@ def test_an_initialisation_may_write_or_assign(form: dict[str, Any], init: Calla
     assert state["bias"].eq(3).all()
 
 
-@either
-def test_buffers_are_initialised_with_the_parameters(wrap: Wrap) -> None:
-    model = on_meta(Rotary, wrap)
-    fsdp.materialize(model, param_init_fn=initialise)
-    inside = plain_module(model)
-    assert inside.inv_freq.tolist() == [1, 2, 3, 4, 5]
-    assert inside.steps.item() == 0
-    assert "inv_freq" not in model.state_dict()
-
-
 def test_modules_around_and_ignored_ones_get_values_too() -> None:
     with torch.device("meta"):
         ignored, layer, outside = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
@@ -302,12 +292,6 @@ def test_param_init_fn_is_asked_for_the_units_own_modules_only() -> None:
     inside.entry = alone()(inside.entry)
     alone(param_init_fn=init)(model)
     assert init.modules == [inside.norm, inside.exit]
-
-
-def test_param_init_fn_is_not_asked_for_what_has_values() -> None:
-    init = Recorded()
-    alone(param_init_fn=init)(nn.Linear(3, 2))
-    assert init.modules == []
 
 
 def test_auto_wrap_hands_param_init_fn_on() -> None:

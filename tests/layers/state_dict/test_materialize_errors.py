@@ -84,16 +84,6 @@ def test_an_initialisation_that_leaves_something_without_values(
         fsdp.materialize(layers(wrap), param_init_fn=init)
 
 
-@either
-def test_an_initialisation_that_forgets_a_buffer(wrap: Wrap) -> None:
-    def forget(module: nn.Module) -> None:
-        if not isinstance(module, Rotary):
-            initialise(module)
-
-    with pytest.raises(RuntimeError, match=r"\(Rotary\): its initialisation left inv_freq without values"):
-        fsdp.materialize(on_meta(Rotary, wrap), param_init_fn=forget)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.complex64])
 def test_a_forgotten_buffer_is_noticed_whatever_its_dtype(dtype: torch.dtype) -> None:
     model = nn.Linear(2, 2)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp
-from fsdp import MixedPrecision, auto_wrap_bn, checkpoint_wrapper
 from tests.helpers.equality import assert_same_state
-from tests.helpers.meta_models import FORMS, UNFLATTENED, Norms, Zoo, on_meta, sharded, started, state_of
+from tests.helpers.meta_models import FORMS, UNFLATTENED, Norms, on_meta, sharded, started, state_of
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 
-every_form = pytest.mark.parametrize("form", FORMS, ids=["flat", "original", "unflattened"])
 INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
 
 
@@ -62,16 +58,6 @@ def test_an_optimizer_from_before_wrapping_is_handed_over() -> None:
         assert torch.allclose(value, alone.state_dict()[name], rtol=1e-4), name
 
 
-@every_form
-@on_ranks(2)
-def test_ranks_with_and_without_values_load_the_same_state(form: dict[str, Any]) -> None:
-    expected = state_of(started(Norms, seed=1))
-    plain = started(Norms) if dist.get_rank() == 1 else on_meta(Norms)
-    model = sharded(**form)(plain)
-    model.load_state_dict(expected)
-    assert_same_state(state_of(model), expected)
-
-
 @pytest.mark.parametrize("by", ["materialize", "load_state_dict"])
 def test_what_is_given_values_in_inference_mode_can_be_trained(by: str) -> None:
     model = on_meta(Norms, sharded(process_group=Alone()))
@@ -89,15 +75,6 @@ def test_what_is_given_values_in_inference_mode_can_be_trained(by: str) -> None:
             if "running" not in name and "num" not in name
         },
     )
-
-
-@on_ranks(2)
-def test_checkpoint_wrappers_and_batch_norms_apart_change_no_values() -> None:
-    plain: Any = on_meta(Norms)
-    plain.entry = checkpoint_wrapper(plain.entry)
-    model = sharded()(auto_wrap_bn(plain))
-    fsdp.materialize(model, seed=0)
-    assert_same_state(state_of(model), state_of(started(Norms)))
 
 
 @parametrize_pairs(form=FORMS, by=["materialize", "load_state_dict"])
@@ -125,21 +102,3 @@ def test_ignored_modules_are_missed_and_loaded() -> None:
     state = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
     model.load_state_dict(state)
     assert_same_state(state_of(model), dict(state))
-
-
-@on_ranks(2)
-def test_full_precision_in_eval_computes_with_the_values() -> None:
-    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
-    model = started(Norms, sharded(mixed_precision=policy)).eval()
-    assert torch.equal(model(INPUTS), started(Norms).eval()(INPUTS))
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, nn.BatchNorm1d])
-def test_units_by_auto_wrap_are_started_like_any(kind: type[nn.Module]) -> None:
-    make: Callable[[Wrap], nn.Module] = Zoo if kind is nn.Linear else Norms
-    model = on_meta(lambda _: make(keep))
-    with fsdp.enable_wrap(fsdp.module_wrap_policy({kind}), wrapper_cls=sharded(process_group=Alone())):
-        fsdp.auto_wrap(model)
-    assert fsdp.get_fsdp_instances(model)
-    fsdp.materialize(model, seed=0)
-    assert_same_state(state_of(model), state_of(started(make)))
