@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FlatParameter, FullyShardedDataParallel, ShardedGradScaler
+from fsdp import FlatParameter
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import GRADS, PARAMS, Far, accelerated
@@ -152,36 +152,6 @@ def brought(model: nn.Module) -> list[Tensor]:
 
 @apart
 @on_ranks(2)
-def test_clipping_brings_and_clips_it(options: dict[str, Any]) -> None:
-    near: Any = nested_mlp(fully_sharded())
-    with accelerated():
-        model: Any = nested_mlp(fully_sharded(**options))
-        for each in (near, model):
-            backward(each)
-        assert all(isinstance(grad, Placeholder) for grad in held(model))
-        assert len(model.params_with_grad) == len(list(model.parameters()))
-        assert torch.equal(model.clip_grad_norm_(0.1), near.clip_grad_norm_(0.1))
-    assert all(torch.equal(*pair) for pair in zip(held(model), held(near), strict=True))
-
-
-@apart
-@on_ranks(2)
-def test_a_step_of_the_optimizer_brings_it(options: dict[str, Any]) -> None:
-    near = nested_mlp(fully_sharded())
-    with accelerated():
-        model = nested_mlp(fully_sharded(**options))
-        for each in (near, model):
-            optimizer = sgd_with_momentum(each.parameters())
-            backward(each)
-            optimizer.step()
-    near_state = near.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, near_state[name]), name
-    assert all(torch.equal(*pair) for pair in zip(held(model), held(near), strict=True))
-
-
-@apart
-@on_ranks(2)
 def test_zero_grad_drops_it(options: dict[str, Any]) -> None:
     with accelerated():
         model = nested_mlp(fully_sharded(**options))
@@ -232,51 +202,3 @@ def test_what_is_not_reduced_is_not_stepped_over(options: dict[str, Any]) -> Non
                 act()
         backward(model)
         optimizer.step()
-
-
-@parametrize_pairs(options=[PARAMS, GRADS], unscale_first=[True, False])
-@on_ranks(2)
-def test_unscaling_brings_it(options: dict[str, Any], unscale_first: bool) -> None:
-    near = nested_mlp(fully_sharded())
-    optimizer = sgd_with_momentum(near.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        backward(near)
-        optimizer.step()
-    with accelerated():
-        model = nested_mlp(fully_sharded(**options))
-        _train_scaled(model, unscale_first)
-    # A scale that is a power of two changes nothing in float32.
-    near_state = near.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, near_state[name]), name
-
-
-def _train_scaled(model: nn.Module, unscale_first: bool) -> None:
-    """Three steps, and one more that is infinite on one rank and so skipped."""
-    optimizer = sgd_with_momentum(model.parameters())
-    scaler = ShardedGradScaler(init_scale=2.0**10)
-    for number in range(4):
-        optimizer.zero_grad()
-        is_infinite = number == 1 and dist.get_rank() == 1
-        scaler.scale(loss_of(model) * (torch.inf if is_infinite else 1.0)).backward()
-        if unscale_first:
-            scaler.unscale_(optimizer)
-            assert not any(isinstance(grad, Placeholder) for grad in held(model))
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@apart
-@on_ranks(2)
-def test_whole_parameters_can_be_seen_while_it_is_elsewhere(options: dict[str, Any]) -> None:
-    with accelerated():
-        model = nested_mlp(fully_sharded(**options))
-        assert isinstance(model, FullyShardedDataParallel)
-        backward(model)
-        state = model.state_dict()
-        with model.summon_full_params(), torch.no_grad():
-            model(torch.ones(2, 5))
-        model.load_state_dict(state)
-        expected = near_gradients((True, 1))
-        assert all(torch.equal(*pair) for pair in zip(brought(model), expected, strict=True))

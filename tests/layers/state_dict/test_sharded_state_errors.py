@@ -54,6 +54,10 @@ def with_another_shape(state: Any) -> None:
     state["conv.bias"] = torch.ones(9)
 
 
+def without_values(state: Any) -> None:
+    state["conv.bias"] = torch.ones(3, device="meta")
+
+
 def with_a_dtensor(state: Any) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state["conv.weight"] = distribute_tensor(torch.ones(3, 2, 2, 3, 1), mesh, [Shard(0)])
@@ -80,6 +84,7 @@ MISFITS: list[tuple[Callable[[Any], None], str]] = [
     (without_a_key, r"Missing key\(s\) in state_dict: \"conv.bias\""),
     (with_a_key_too_many, r"Unexpected key\(s\) in state_dict: \"other\""),
     (with_another_shape, r"size mismatch for conv.bias: .*torch.Size\(\[9\]\).*torch.Size\(\[3\]\)"),
+    (without_values, r"rank \d: conv.bias: expected a tensor of \[3\] with values"),
     (with_a_dtensor, r"rank \d: conv.weight: a DTensor cannot be cut into shards here"),
     (with_complex_numbers, r"rank \d: frozen is of torch.float32, and was given torch.complex64"),
     (with_something_else, r"frozen.*expected torch.Tensor or Tensor-like object.*received <class 'str'>"),

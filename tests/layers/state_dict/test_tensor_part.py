@@ -50,87 +50,11 @@ def test_it_has_shape_and_dtype_of_the_whole() -> None:
     assert "elements 3:17 of [4, 5]" in repr(tensor)
 
 
-def test_its_boxes_are_where_they_are_in_the_whole() -> None:
-    found = shards(part_of())
-    assert [offset for offset, _ in found] == [(0, 3), (1, 0), (3, 0)]
-    for (row, column), value in found:
-        assert torch.equal(value, WHOLE[row : row + value.shape[0], column : column + value.shape[1]])
-
-
-def test_boxes_are_views_of_what_it_was_taken_from() -> None:
-    whole = WHOLE.clone()
-    for _, value in shards(part_of(whole)):
-        value.zero_()
-    assert whole.view(-1)[3:17].eq(0).all()
-
-
-def test_a_block_of_the_whole_is_saved_at_its_place() -> None:
-    block = WHOLE[2:, 1:4].contiguous()
-    facts = Part(WHOLE.shape, Box((2, 1), tuple(block.shape)), 1, 5, "weight", 0, is_alone=False)
-    tensor = TensorPart.around(facts, Held(block.view(-1)[1:5]))
-    for (row, column), value in shards(tensor):
-        assert torch.equal(value, WHOLE[row : row + value.shape[0], column : column + value.shape[1]])
-    assert torch.equal(facts.cut(WHOLE), block.view(-1)[1:5])
-
-
-@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 2)])
-def test_a_tensor_without_elements_is_in_the_checkpoint_all_the_same(shape: tuple[int, ...]) -> None:
-    ((offset, value),) = shards(part_of(torch.empty(shape), 0, 0))
-    assert (offset, value.shape) == ((0,) * len(shape), shape)
-
-
-def test_a_rank_that_holds_nothing_writes_nothing() -> None:
-    assert shards(part_of(start=4, stop=4)) == []
-
-
 def test_a_place_that_it_does_not_hold() -> None:
     with pytest.raises(
         ValueError, match=r"rank 1 holds nothing of layer at .*3, 3.*: it has elements 3:17 of \[4, 5\]"
     ):
         part_of().__get_tensor_shard__(MetadataIndex("layer", (3, 3)))
-
-
-@pytest.mark.parametrize("key", ["layer.weight", "model.layer.weight"])
-def test_a_key_under_which_other_ranks_have_another_tensor(key: str) -> None:
-    tensor = part_of()
-    tensor._held.apart.add("layer.weight")
-    with pytest.raises(RuntimeError, match=rf"rank 1: cannot save {key}: its unit has a process group of its own"):
-        tensor.__create_write_items__(key, tensor)
-    assert tensor.__create_write_items__("layer.weight of group 0", tensor)
-
-
-# For loading
-
-
-def test_a_load_writes_to_memory_of_its_own() -> None:
-    whole = WHOLE.clone()
-    tensor = part_of(whole)
-    for chunk in tensor.__create_chunk_list__():
-        tensor.__get_tensor_shard__(MetadataIndex("layer.weight", chunk.offsets)).fill_(-1)
-    assert torch.equal(whole, WHOLE)
-    assert tensor.local.eq(-1).all()
-
-
-def test_what_is_not_loaded_keeps_its_values() -> None:
-    tensor = part_of()
-    tensor.__create_chunk_list__()
-    assert torch.equal(tensor.local, WHOLE.view(-1)[3:17])
-
-
-def test_tied_ones_are_loaded_into_one_memory() -> None:
-    tensor = part_of()
-    other = tensor.detach()
-    other.__create_chunk_list__()
-    assert tensor.local.data_ptr() == other.local.data_ptr()
-
-
-def test_a_load_gives_values() -> None:
-    tensor = part_of(is_blank=True, unfit="it has no values")
-    with pytest.raises(RuntimeError, match=r"rank 1: cannot save layer.weight: it has no values"):
-        tensor.__create_write_items__("layer.weight", tensor)
-    tensor.__create_chunk_list__()
-    assert not tensor.is_blank
-    assert tensor.__create_write_items__("layer.weight", tensor)
 
 
 # Copies
@@ -210,11 +134,6 @@ def test_it_cannot_be_computed_with() -> None:
         part_of() + 1
 
 
-def test_a_plain_tensor_cannot_hold_it() -> None:
-    with pytest.raises(NotImplementedError, match=r"rank 1: a plain tensor cannot hold layer.weight.*DefaultStager"):
-        torch.ones(4, 5).copy_(part_of())
-
-
 def test_another_part_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"cannot copy .*0:14 of .* into .*3:17 of"):
         part_of().copy_(part_of(start=0, stop=14))
@@ -239,31 +158,6 @@ def test_a_target_notes_what_fits_and_copies_nothing(value: Tensor) -> None:
     assert type(found.source) is type(value)
     assert memory_of(found.source) == memory_of(value)
     assert (found.shape, found.dtype, found.device, found.is_meta) == (WHOLE.shape, WHOLE.dtype, WHOLE.device, False)
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        (
-            part_of(start=0, stop=14),
-            ValueError,
-            r"rank 1: layer.weight: .* keeps elements 3:17 .* was given elements 0:14",
-        ),
-        (
-            torch.ones(5, 4),
-            ValueError,
-            r"rank 1: layer.weight: expected a tensor of \[4, 5\] with values, got \[5, 4\]",
-        ),
-        (torch.ones(4, 5, device="meta"), ValueError, "expected a tensor of .* with values"),
-        (torch.ones(4, 5) * 1j, ValueError, r"rank 1: layer.weight is of torch.float32, and was given torch.complex64"),
-        (nn.Buffer(torch.ones(4, 5)).as_subclass(type("Other", (Tensor,), {})), TypeError, "a Other cannot be cut"),
-    ],
-)
-def test_a_target_refuses_what_does_not_fit(value: Tensor, error: type[Exception], message: str) -> None:
-    found = target()
-    with pytest.raises(error, match=message):
-        found.copy_(value)
-    assert found.source is None
 
 
 def test_a_program_that_has_used_nothing_else_loads_it_from_a_file(tmp_path: Path) -> None:
