@@ -10,12 +10,12 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -23,7 +23,7 @@ from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState, 
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.calls import summon
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
+from tests.helpers.parity import fully_sharded, nested_mlp, sgd_with_momentum
 
 
 class Lone:
@@ -138,23 +138,24 @@ def test_a_tie_that_wrapping_by_hand_would_cut() -> None:
 # Options
 
 
-class OptionErrors(RanksTestCase):
-    @parameterized.expand(
-        [
-            (ValueError, "gradient_predivide_factor must be positive, got 0", {"gradient_predivide_factor": 0}),
-            (ValueError, "gradient_predivide_factor must be positive, got -2", {"gradient_predivide_factor": -2.0}),
-            (TypeError, "process_group_reduce_scatter must be", {"process_group_reduce_scatter": 3}),
-            (TypeError, "process_group_reduce_scatter must be", {"process_group_reduce_scatter": "reduce"}),
-        ]
-    )
-    def test_values_out_of_range(self, error: type[Exception], message: str, options: dict[str, Any]) -> None:
-        module = layers()
-        with pytest.raises(error, match=message):
-            wrap_alone(module, **options)
-        step(wrap_alone(module))
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "gradient_predivide_factor must be positive, got 0", {"gradient_predivide_factor": 0}),
+        (ValueError, "gradient_predivide_factor must be positive, got -2", {"gradient_predivide_factor": -2.0}),
+        (TypeError, "process_group_reduce_scatter must be", {"process_group_reduce_scatter": 3}),
+        (TypeError, "process_group_reduce_scatter must be", {"process_group_reduce_scatter": "reduce"}),
+    ],
+)
+def test_values_out_of_range(error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    module = layers()
+    with pytest.raises(error, match=message):
+        wrap_alone(module, **options)
+    step(wrap_alone(module))
 
-    def test_what_clients_pass_for_the_default_is_taken(self) -> None:
-        step(wrap_alone(layers(), fp32_reduce_scatter=None, move_grads_to_cpu=False, no_broadcast_optim_state=None))
+
+def test_what_clients_pass_for_the_default_is_taken() -> None:
+    step(wrap_alone(layers(), fp32_reduce_scatter=None, move_grads_to_cpu=False, no_broadcast_optim_state=None))
 
 
 def test_an_unknown_option() -> None:
@@ -280,36 +281,32 @@ def call(model: nn.Module) -> None:
     model(torch.ones(2, 5))
 
 
+def state_dict(model: nn.Module) -> None:
+    model.state_dict()
+
+
 def call_twice(model: nn.Module) -> None:
     with suppress(RuntimeError):
         model(torch.ones(2, 5))
     model(torch.ones(2, 5))
 
 
-class DifferentModels(RanksTestCase):
-    @parameterized.expand(
-        [
-            ("shapes", narrower, r"Unit '0' has .*\[7, 5\].* on rank 0 and .*\[6, 5\].* on rank 1"),
-            ("units", unwrapped_inside, "rank 1"),
-            ("requires_grad", frozen_inside, "Unit '0' has .*True.* on rank 0 and .*False.* on rank 1"),
-            ("dtype", double_inside, "Unit '1' has .*float32.* on rank 0 and .*float64.* on rank 1"),
-        ]
-    )
-    def test_every_rank_says_who_differs_in_what(self, kind: str, odd: Any, message: str) -> None:
-        self.ranks(3).run(_use_different_models, odd, message, call)
-
-    @parameterized.expand([("summon", summon), ("state_dict", nn.Module.state_dict), ("second_call", call_twice)])
-    def test_whatever_is_used_first(self, kind: str, use: Any) -> None:
-        self.ranks(2).run(_use_different_models, narrower, "Unit '0' has .* on rank 1", use)
-
-
-def _use_different_models(odd: Any, message: str, use: Any) -> None:
+@pytest.mark.parametrize(
+    ("odd", "message", "use"),
+    [
+        (narrower, r"Unit '0' has .*\[7, 5\].* on rank 0 and .*\[6, 5\].* on rank 1", call),
+        (unwrapped_inside, "rank 1", call),
+        (frozen_inside, "Unit '0' has .*True.* on rank 0 and .*False.* on rank 1", summon),
+        (double_inside, "Unit '1' has .*float32.* on rank 0 and .*float64.* on rank 1", state_dict),
+        (narrower, "Unit '0' has .* on rank 1", call_twice),
+    ],
+)
+@on_ranks(3)
+def test_every_rank_says_who_differs_in_what_whatever_is_used_first(odd: Any, message: str, use: Any) -> None:
     make = odd if dist.get_rank() == 1 else usual
     # A timeout of its own, so that a hang is an error of the test and not the end of the processes.
     group = dist.new_group(timeout=timedelta(seconds=60))
     model = make(fully_sharded(process_group=group))
-    if use is nn.Module.state_dict:
-        use = type(model).state_dict
     with pytest.raises(RuntimeError, match=message) as error:
         use(model)
     assert f"rank {dist.get_rank()}" in str(error.value)
@@ -396,19 +393,17 @@ class Interrupting(nn.Module):
         self.in_backward()
 
 
-class WrongState(RanksTestCase):
-    @parameterized.expand([(name, moment) for name in METHODS for moment in ("in_forward", "in_backward")])
-    def test_methods_in_the_middle(self, name: str, moment: str) -> None:
-        self.ranks(2).run(_call_in_the_middle, name, moment)
-
-
-def _call_in_the_middle(name: str, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["in_forward", "in_backward"])
+@on_ranks(2)
+def test_methods_in_the_middle(moment: str) -> None:
     model = FullyShardedDataParallel(Interrupting())
     step(model)
-    setattr(model.module.module, moment, lambda: METHODS[name](model))
-    with pytest.raises(RuntimeError, match="in the middle of a forward or backward of root"):
-        model(torch.ones(2, 5)).sum().backward()
-    setattr(model.module.module, moment, nothing)
-    model.zero_grad()
-    step(model)
-    model.assert_state(TrainingState.IDLE)
+    for name, method in METHODS.items():
+        setattr(model.module.module, moment, partial(method, model))
+        with pytest.raises(RuntimeError) as error:
+            model(torch.ones(2, 5)).sum().backward()
+        assert "in the middle of a forward or backward of root" in str(error.value), name
+        setattr(model.module.module, moment, nothing)
+        model.zero_grad()
+        step(model)
+        model.assert_state(TrainingState.IDLE)

@@ -5,12 +5,12 @@ Grids of more than two options are sampled (`parametrize_pairs`).
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -338,41 +338,10 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 # What units return
 
 
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
-
-
-@dataclass
-class Record:
-    left: Tensor
-    right: Tensor
-    note: str = "kept"
-    absent: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class FrozenRecord:
-    left: Tensor
-    right: Tensor
-
-
 @dataclass(slots=True)
 class SlottedRecord:
     left: Tensor
     right: Tensor
-
-
-@dataclass
-class DerivedRecord:
-    """A field that the constructor does not take."""
-
-    left: Tensor
-    right: Tensor
-    product: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.product = self.left * self.right
 
 
 class Custom:
@@ -380,38 +349,13 @@ class Custom:
         self.parts = {"left": [left], "others": Holder(right)}
 
 
-PACKINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "tuple": lambda left, right: (left, None, right),
-    "list": lambda left, right: [[left], "text", [right, 1.0]],
-    "dict": lambda left, right: {"left": left, "right": (right,), 3: None},
-    "ordered dict": lambda left, right: OrderedDict(left=left, right=right),
-    "named tuple": Pair,
-    "dataclass": Record,
-    "frozen dataclass": FrozenRecord,
-    "slotted dataclass": SlottedRecord,
-    "dataclass with a derived field": DerivedRecord,
-    "custom object": Custom,
-    "deque": lambda left, right: deque([left, right]),
-    "distribution": torch.distributions.Normal,
+# What is made of two tensors, and how they are found in it again.
+PACKINGS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "sequences": (lambda left, right: ([left, "text"], None, deque([right, 1.0])), lambda got: (got[0][0], got[2][0])),
+    "mapping": (lambda left, right: {"left": left, 3: (right,)}, lambda got: (got["left"], got[3][0])),
+    "slots": (SlottedRecord, lambda got: (got.left, got.right)),
+    "custom object": (Custom, lambda got: (got.parts["left"][0], got.parts["others"].value)),
 }
-
-
-def unpack(packing: str, packed: Any) -> tuple[Tensor, Tensor]:
-    if packing == "tuple":
-        return packed[0], packed[2]
-    if packing == "list":
-        return packed[0][0], packed[2][0]
-    if packing == "dict":
-        return packed["left"], packed["right"][0]
-    if packing == "ordered dict":
-        return packed["left"], packed["right"]
-    if packing == "custom object":
-        return packed.parts["left"][0], packed.parts["others"].value
-    if packing == "distribution":
-        return packed.loc, packed.scale
-    if packing == "deque":
-        return packed[0], packed[1]
-    return packed.left, packed.right
 
 
 class Packing(nn.Module):
@@ -421,7 +365,7 @@ class Packing(nn.Module):
         self.packing = packing
 
     def forward(self, inputs: Tensor) -> Any:
-        return PACKINGS[self.packing](self.left(inputs), self.right(inputs).exp())
+        return PACKINGS[self.packing][0](self.left(inputs), self.right(inputs).exp())
 
 
 class Unpacking(nn.Module):
@@ -434,7 +378,7 @@ class Unpacking(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         for unit in self.units:
-            left, right = unpack(self.packing, unit(inputs))
+            left, right = PACKINGS[self.packing][1](unit(inputs))
             inputs = left * right if self.training else right
         return inputs
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, OtherRankError, TrainingState, get_fsdp_instances
@@ -23,7 +22,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp
+from tests.helpers.parity import fully_sharded, nested_mlp
 from tests.helpers.ranks import RankPool
 from tests.helpers.state_dicts import LAYER_BYTES, LAYERS, at_most, tokens, train, zoo
 
@@ -271,22 +270,18 @@ LOADS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-class Loads(RanksTestCase):
+@pytest.mark.parametrize("name", LOADS)
+@on_ranks(2)
+def test_it_loads_as_the_plain_module_does(name: str) -> None:
     """Whatever the dictionary is, keys, errors and values are those of the plain module. An error changes nothing.
 
     The error of an empty one has a remedy behind, for ranks of which only the first has a state.
     """
-
-    @parameterized.expand([(name, strict) for name in LOADS for strict in (True, False)])
-    def test_it_loads_as_the_plain_module_does(self, name: str, strict: bool) -> None:
-        self.ranks(2).run(_load_both, name, strict)
-
-
-def _load_both(name: str, strict: bool) -> None:
-    found, expected = (_outcome(zoo(wrap), name, strict) for wrap in (fully_sharded(), keep))
-    is_error = isinstance(found[0], list)
-    assert (found[0][: len(expected[0])] if is_error else found[0]) == expected[0]
-    assert_same_state(found[1], zoo().state_dict() if is_error else expected[1])
+    for strict in (True, False):
+        found, expected = (_outcome(zoo(wrap), name, strict) for wrap in (fully_sharded(), keep))
+        is_error = isinstance(found[0], list)
+        assert (found[0][: len(expected[0])] if is_error else found[0]) == expected[0]
+        assert_same_state(found[1], zoo().state_dict() if is_error else expected[1])
 
 
 def _outcome(model: nn.Module, name: str, strict: bool) -> tuple[Any, dict[str, Any]]:

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from parameterized import parameterized
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
@@ -21,7 +20,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.models import tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
+from tests.helpers.parity import fully_sharded, nested_mlp, sgd_with_momentum
 
 every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 flattened = pytest.mark.parametrize("flatten_parameters", [True, False], ids=["flat", "unflattened"])
@@ -214,35 +213,23 @@ def with_init(module: Any) -> None:
     nn.init.normal_(module.trunk[0].weight)
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {
-    change.__name__: change for change in (in_place, by_data, by_assignment, by_an_awkward_assignment, with_init)
-}
-
-
-class Changes(RanksTestCase):
-    @parameterized.expand([(name, world_size) for name in CHANGES for world_size in (1, 3)])
-    def test_they_are_kept(self, name: str, world_size: int) -> None:
-        self.ranks(world_size).run(_change_inside, name, False)
-
-    @parameterized.expand([(name, world_size) for name in CHANGES for world_size in (1, 3)])
-    def test_they_are_forgotten_if_volatile(self, name: str, world_size: int) -> None:
-        self.ranks(world_size).run(_change_inside, name, True)
-
-
-def _change_inside(name: str, volatile: bool) -> None:
-    model, plain = nested_mlp(fully_sharded()), nested_mlp()
-    params = [id(param) for param in model.parameters()]
-    with model.summon_full_params(volatile=volatile):
-        CHANGES[name](users(model))
-    if not volatile:
-        CHANGES[name](plain)
-    state = {key: value.float() for key, value in plain.state_dict().items()}
-    plain = nested_mlp()
-    plain.load_state_dict(state)
-    assert_same_at_rest(model, plain)
-    assert torch.equal(model(inputs()), plain(inputs()))
-    assert [id(param) for param in model.parameters()] == params, "optimizers go on working"
-    step(model)
+@pytest.mark.parametrize("volatile", [False, True])
+@on_ranks(1, 3)
+def test_changes_are_kept_and_forgotten_if_volatile(volatile: bool) -> None:
+    for change in (in_place, by_data, by_assignment, by_an_awkward_assignment, with_init):
+        model, plain = nested_mlp(fully_sharded()), nested_mlp()
+        params = [id(param) for param in model.parameters()]
+        with model.summon_full_params(volatile=volatile):
+            change(users(model))
+        if not volatile:
+            change(plain)
+        state = {key: value.float() for key, value in plain.state_dict().items()}
+        plain = nested_mlp()
+        plain.load_state_dict(state)
+        assert_same_at_rest(model, plain)
+        assert torch.equal(model(inputs()), plain(inputs())), change.__name__
+        assert [id(param) for param in model.parameters()] == params, "optimizers go on working"
+        step(model)
 
 
 @on_ranks(2)
@@ -294,30 +281,21 @@ def others(module: Any) -> None:
     module.gate.weight.data.fill_(3.0)
 
 
-IMPOSSIBLE = {
-    "reshape": (reshape, r"entry\.weight: expected shape \(7, 5\), got \(5, 7\)"),
-    "reshape_data": (reshape_data, r"entry\.weight: expected shape \(7, 5\), got \(5, 7\)"),
-    "remove": (remove, r"entry\.weight was removed"),
-    "none": (replace_by_none, r"entry\.weight was removed"),
-}
-
-
-class ImpossibleChanges(RanksTestCase):
-    @parameterized.expand([(name, world_size) for name in IMPOSSIBLE for world_size in (1, 2)])
-    def test_the_error_names_the_parameter_and_the_rest_is_kept(self, name: str, world_size: int) -> None:
-        self.ranks(world_size).run(_change_impossibly, name)
-
-
-def _change_impossibly(name: str) -> None:
-    change, message = IMPOSSIBLE[name]
-    model, plain = nested_mlp(fully_sharded()), nested_mlp()
-    with pytest.raises(RuntimeError, match=message):
-        _change(model, change, others)
-    others(plain)
-    assert_same_at_rest(model, plain)
-    step(model)
-    with model.summon_full_params():
-        assert users(model).entry.weight.shape == (7, 5)
+@on_ranks(1, 2)
+def test_the_error_of_an_impossible_change_names_the_parameter_and_the_rest_is_kept() -> None:
+    for change in (reshape, reshape_data, remove, replace_by_none):
+        is_there = change in (reshape, reshape_data)
+        model, plain = nested_mlp(fully_sharded()), nested_mlp()
+        with pytest.raises(
+            RuntimeError,
+            match=r"entry\.weight" + (r": expected shape \(7, 5\), got \(5, 7\)" if is_there else " was removed"),
+        ):
+            _change(model, change, others)
+        others(plain)
+        assert_same_at_rest(model, plain)
+        step(model)
+        with model.summon_full_params():
+            assert users(model).entry.weight.shape == (7, 5)
 
 
 @on_ranks(1, 2)
