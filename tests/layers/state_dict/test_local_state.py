@@ -28,31 +28,13 @@ every_form = pytest.mark.parametrize("form", FORMS, ids=["flat", "orig", "unflat
 # Names
 
 
-def test_flat_parameters_are_under_the_plain_path_of_their_wrapper(ranks: RankPool) -> None:
-    assert ranks(2).run(_keys, {})[1] == [
-        "flat_param_0",
-        "trunk.flat_param_0",
-        "trunk.2.flat_param_0",
-        "gate.flat_param_0",
-    ]
-
-
-@pytest.mark.parametrize("form", FORMS[1:], ids=["orig", "unflattened"])
-def test_parameters_that_are_listed_by_themselves_keep_their_names(ranks: RankPool, form: dict[str, Any]) -> None:
-    assert sorted(ranks(2).run(_keys, form)[0]) == sorted(nested_mlp().state_dict())
-
-
-def test_each_kind_of_parameter_has_a_flat_one_of_its_own(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_flat_parameters_are_under_the_path_of_their_wrapper_and_others_under_their_own() -> None:
+    keys, *others = (list(nested_mlp(fully_sharded(**form)).local_state_dict()) for form in FORMS)  # type: ignore[operator]
+    assert keys == ["flat_param_0", "trunk.flat_param_0", "trunk.2.flat_param_0", "gate.flat_param_0"]
+    assert [sorted(other) for other in others] == [sorted(nested_mlp().state_dict())] * 2
     flat = ["flat_param_0", "flat_param_1", "flat_param_2", "inner.flat_param_0", "few.flat_param_0"]
-    assert [key for key in ranks(2).run(_awkward_keys)[0] if "flat_param" in key] == flat
-
-
-def _keys(form: dict[str, Any]) -> list[str]:
-    return list(nested_mlp(fully_sharded(**form)).local_state_dict())  # type: ignore[operator]
-
-
-def _awkward_keys() -> list[str]:
-    return list(awkward(fully_sharded()).local_state_dict())  # type: ignore[operator]
+    assert [key for key in awkward(fully_sharded()).local_state_dict() if "flat_param" in key] == flat  # type: ignore[operator]
 
 
 @on_ranks(2)
