@@ -125,6 +125,7 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
 )
 @on_ranks("world_size")
 def test_offloaded_units_train_like_one_process(case: Case) -> None:
+    """Also if gradients accumulate, which answers pain point 16."""
     options = case.options | case.others
     turns, under_no_sync = case.accumulate
     wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
