@@ -278,7 +278,7 @@ def _step_compiled(options: dict[str, Any]) -> None:
 
 
 @torchs_own_deprecations
-@parametrize_pairs(at_most=8, form=FORMS, kind=list(STEPS), world_size=[2, 1])
+@parametrize_pairs(at_most=5, form=FORMS, kind=list(STEPS), world_size=[2, 1])
 @on_ranks("world_size")
 def test_a_compiled_function_contains_the_whole_step(form: str, kind: str) -> None:
     """Backward calls hooks, which move data, from the frame of the function."""
@@ -287,7 +287,7 @@ def test_a_compiled_function_contains_the_whole_step(form: str, kind: str) -> No
         model = sharded(stack(keep, hidden=(13, 3)), form, (Block,))
         step = make(model)
         compiled = step if backend is None else torch.compile(step, backend=backend)
-        for number in range(3):
+        for number in range(2):
             compiled(batch(number, dist.get_rank()).float())
         states.append(full_state(model))
     assert_close_state(*states, rtol=1e-5, atol=1e-7)  # torch 2.11 rounds compiled steps in another way
