@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchsOffload
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
+from fsdp.testing import World, WorldError
 from tests.helpers.dtensor_twins import (
     assert_trains_as_plain,
     assert_within,
@@ -44,12 +43,6 @@ INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
 # What torch's refuses
 
 
-def tied_units(wrap: Wrap) -> nn.Module:
-    first, second = nn.Linear(5, 5), nn.Linear(5, 5)
-    second.weight = first.weight
-    return Net(lambda net, x: net.second(torch.tanh(net.first(x))), first=wrap(first), second=wrap(second))
-
-
 def blocks_with_tied_weights(wrap: Wrap) -> nn.Module:
     first, second = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2))
     second[0].weight, second[2].weight = first[0].weight, first[2].weight
@@ -57,26 +50,20 @@ def blocks_with_tied_weights(wrap: Wrap) -> nn.Module:
 
 
 @on_ranks(1, 2)
-def test_several_parameters_tied_across_units_stay_tied() -> None:
+def test_parameters_tied_across_units_stay_tied() -> None:
     """The layers that `peft` repeats by `layer_replication` are such."""
-    assert_trains_as_plain(partial(seeded, blocks_with_tied_weights))
-    model: Any = seeded(blocks_with_tied_weights, ours())
+    make = partial(seeded, blocks_with_tied_weights)
+    assert_trains_as_plain(make)
+    model: Any = make(ours())
     assert all(model.first[at].weight is model.second[at].weight for at in (0, 2))
-
-
-@on_ranks(1, 2)
-def test_a_parameter_tied_across_units_stays_tied() -> None:
-    assert_trains_as_plain(partial(seeded, tied_units))
-    model: Any = seeded(tied_units, ours())
-    assert model.first.weight is model.second.weight
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in seeded(tied_units).named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in make().named_parameters()]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not refuse it")
 @on_ranks(2)
-def test_a_parameter_tied_across_units_is_refused_by_torchs() -> None:
-    with pytest.raises(ValueError, match=r"'second.weight' is shared"):
-        once(seeded(tied_units, torchs()), INPUTS)
+def test_parameters_tied_across_units_are_refused_by_torchs() -> None:
+    with pytest.raises(ValueError, match=r"'second.0.weight' is shared"):
+        once(seeded(blocks_with_tied_weights, torchs()), INPUTS)
 
 
 def two_dtypes(wrap: Wrap) -> nn.Module:
@@ -96,10 +83,6 @@ def test_one_unit_may_have_parameters_of_two_dtypes() -> None:
         optimizer.step()
     for name, value in plain.state_dict().items():
         assert_within(name, wholes(model)[name], value, 1e-6)
-
-
-@on_ranks(2)
-def test_two_dtypes_in_one_unit_are_refused_by_torchs() -> None:
     with pytest.raises(AssertionError, match=r"uniform original parameter dtype"):
         once(seeded(two_dtypes, torchs()), INPUTS)
 
@@ -110,13 +93,9 @@ def scaled(wrap: Wrap) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_parameter_may_have_no_dimensions(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(assert_trains_as_plain, partial(seeded, scaled))
-
-
-@on_ranks(1)
-def test_a_parameter_without_dimensions_is_refused_by_torchs() -> None:
+@on_ranks(1, 2)
+def test_a_parameter_may_have_no_dimensions() -> None:
+    assert_trains_as_plain(partial(seeded, scaled))
     with pytest.raises(ValueError, match=r"doesn't support scalar parameters"):
         seeded(scaled, torchs())
 
@@ -125,12 +104,9 @@ def transposed(wrap: Wrap) -> nn.Module:
     return Net(lambda net, x: x @ net.weight, weight=nn.Parameter(torch.randn(3, 5).t()))
 
 
-def test_a_parameter_may_be_non_contiguous(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_as_plain, partial(seeded, transposed))
-
-
-@on_ranks(1)
-def test_a_non_contiguous_parameter_is_refused_by_torchs() -> None:
+@on_ranks(2)
+def test_a_parameter_may_be_non_contiguous() -> None:
+    assert_trains_as_plain(partial(seeded, transposed))
     with pytest.raises(NotImplementedError, match=r"non-contiguous"):
         seeded(transposed, torchs())
 
@@ -139,9 +115,11 @@ def last_dim(param: nn.Parameter) -> Shard:
     return Shard(param.dim() - 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_parameter_may_be_cut_unevenly_along_another_dimension(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(assert_trains_as_plain, uneven, shard_placement_fn=last_dim)
+@on_ranks(3)
+def test_a_parameter_may_be_cut_unevenly_along_another_dimension() -> None:
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1"):
+        uneven(torchs(shard_placement_fn=last_dim))
+    assert_trains_as_plain(uneven, shard_placement_fn=last_dim)
 
 
 def convolutions(wrap: Wrap) -> nn.Module:
@@ -164,23 +142,13 @@ def test_convolutions_may_be_cut_along_the_dimensions_of_their_kernels(ranks: Ra
 
 
 @on_ranks(2)
-def test_uneven_cuts_along_another_dimension_are_refused_by_torchs() -> None:
-    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1"):
-        uneven(torchs(shard_placement_fn=last_dim))
-
-
-@on_ranks(2)
 def test_load_state_dict_takes_whole_tensors() -> None:
     model, other = uneven(ours()), uneven(seed=1).state_dict()
     model.load_state_dict(other)
     for name, value in other.items():
         assert_same(wholes(model)[name], value, name)
-
-
-@on_ranks(2)
-def test_whole_tensors_are_refused_by_torchs() -> None:
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
-        uneven(torchs()).load_state_dict(uneven(seed=1).state_dict())
+        uneven(torchs()).load_state_dict(other)
 
 
 @on_ranks(2)
@@ -194,6 +162,8 @@ def test_deepcopy_gives_a_sharded_copy() -> None:
     for name, value in before.items():
         assert_same(wholes(model)[name], value, name)
     assert any(not torch.equal(value, before[name]) for name, value in wholes(copied).items())
+    with pytest.raises(AssertionError, match=r"deepcopy"):
+        copy.deepcopy(uneven(torchs()))
 
 
 @on_ranks(2)
@@ -204,12 +174,6 @@ def test_other_dtensors_are_copied_by_torch_whatever_attributes_they_have() -> N
     copied = copy.deepcopy(other)
     assert copied.owner == "somebody"
     assert torch.equal(copied.full_tensor(), other.full_tensor())
-
-
-@on_ranks(1)
-def test_deepcopy_is_refused_by_torchs() -> None:
-    with pytest.raises(AssertionError, match=r"deepcopy"):
-        copy.deepcopy(uneven(torchs()))
 
 
 def test_cpu_offload_needs_no_accelerator(ranks: RankPool) -> None:
@@ -265,19 +229,15 @@ class Ordered(nn.Module):
         return inputs
 
 
-@pytest.mark.waiting
-@on_ranks(2)
 def test_ranks_that_run_units_in_different_orders_hear_of_it() -> None:
-    # A timeout of its own: that is when they hear of it. And a name: of meshes that are equal torch 2.11 takes one for
-    # the other, also in the tests that come after this one.
-    group = dist.new_group(timeout=timedelta(seconds=5))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("impatient",))
-    model: Any = seeded(Ordered, partial(fsdp.fully_shard, mesh=mesh))
+    with pytest.raises(WorldError, match=r"(?s)all-gather of [ab] in forward .*Rank 1 ran b before a in forward"):
+        World(2).run(_run_in_different_orders)
+
+
+def _run_in_different_orders() -> None:
+    model: Any = seeded(Ordered, ours())
     model.order = "ab" if dist.get_rank() == 0 else "ba"
-    with pytest.raises(
-        RuntimeError, match=r"all-gather of [ab] in forward did not complete.*(must run|Run) the same units"
-    ):
-        model(INPUTS)
+    model(INPUTS)
 
 
 @on_ranks(2)
@@ -344,13 +304,9 @@ def test_an_optimizer_made_before_sharding_says_so_at_its_step() -> None:
     once(ours()(module), INPUTS)
     with pytest.raises(RuntimeError, match=r"made before the model was sharded"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_an_optimizer_made_before_sharding_steps_nothing_under_torchs() -> None:
     module = nn.Linear(5, 3)
     optimizer = adamw(module.parameters())
-    model = torchs()(module)
+    model = torchs()(module)  # of which it steps nothing
     before = wholes(model)
     once(model, INPUTS)
     optimizer.step()
@@ -389,11 +345,7 @@ def without_values(wrap: Wrap) -> Any:
 def test_parameters_without_values_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"weight, bias"):
         without_values(ours())(INPUTS)
-
-
-@on_ranks(2)
-def test_parameters_without_values_are_computed_with_by_torchs() -> None:
-    without_values(torchs())(INPUTS)
+    without_values(torchs())(INPUTS)  # which computes with them
 
 
 @on_ranks(2)
@@ -434,10 +386,6 @@ def outputs_after_a_look(model: Any) -> tuple[Tensor, Tensor]:
 @on_ranks(2)
 def test_a_forward_between_backward_and_step_leaves_no_old_weights() -> None:
     assert torch.equal(*outputs_after_a_look(uneven(ours())))
-
-
-@on_ranks(2)
-def test_a_forward_between_backward_and_step_leaves_old_weights_under_torchs() -> None:
     assert not torch.equal(*outputs_after_a_look(uneven(torchs())))
 
 
@@ -460,8 +408,4 @@ def keeps_local_tensors(model: Any) -> bool:
 @on_ranks(2)
 def test_local_tensors_that_were_taken_before_the_first_forward_stay_the_models() -> None:
     assert keeps_local_tensors(ours()(nn.Linear(4, 3)))
-
-
-@on_ranks(2)
-def test_uneven_local_tensors_move_in_the_first_forward_under_torchs() -> None:
     assert keeps_local_tensors(torchs()(nn.Linear(4, 3))) is (dist.get_rank() == 0)  # the other one's is padded

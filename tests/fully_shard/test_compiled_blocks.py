@@ -51,7 +51,7 @@ RECOMPUTING = {
     ("shape", "kind", "recomputing", "backend", "reshards"),
     [
         ((2, 1), None, "wrapper", "aot_eager", False),
-        ((2, 1), None, "call", "aot_eager", True),
+        ((2, 1), None, "call", "eager", True),
         ((1, 2), "heads", "composable", "eager", True),
         # Where what is recomputed is inside of the graph, torch 2.13 itself compiles DTensors only so.
         ((1, 2), "sequence", "ours", "eager", True),

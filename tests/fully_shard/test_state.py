@@ -374,7 +374,7 @@ def _make_nadam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @parametrize_pairs(
-    at_most=5, from_first=[False, True], make=[_make_adam, _make_momentum, _make_nadam], world_size=[2, 3]
+    at_most=3, from_first=[False, True], make=[_make_adam, _make_momentum, _make_nadam], world_size=[2, 3]
 )
 @on_ranks("world_size")
 def test_a_full_state_of_a_parameter_without_dimensions(from_first: bool, make: Any) -> None:

@@ -1,7 +1,7 @@
 """A rank receives no more than with torch's `fully_shard`, whatever the recipe.
 
-`assert_side_by_side` compares that in every test that trains beside torch's. Here are the recipes one by one, and what
-our ranks tell each other besides.
+`assert_side_by_side` compares that in every test that trains beside torch's. Here are recipes that those leave out, and
+what our ranks tell each other besides.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from tests.helpers.models import Net, Wrap, keep, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import TOKENS
 from tests.helpers.ranks import RankPool
-from tests.helpers.tensor_parallel import SENTENCES, gpt
-from tests.helpers.tensor_parallel import mesh_of as mesh_beside
 from tests.helpers.traffic import Counting, Traffic
 
 LAYERS, WIDTH = 3, 12
@@ -110,35 +108,23 @@ def used_in_part(parts: nn.ModuleDict) -> nn.Module:
     return Net(lambda net, x, part: net.parts[part](x), parts=parts)
 
 
-HALF = {"mp_policy": {"param_dtype": torch.bfloat16}}
-SUMMED_IN_FLOAT = {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
-PARTLY = {"make_model": partial(seeded, UsedInPart), "steps": 3}
 TIED = {"make_model": partial(tiny_transformer, tied=True), "task": TOKENS}
+PARTLY = {"make_model": partial(seeded, UsedInPart), "steps": 3}
 
 RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "plain": (3, {}, {}),
-    "not resharded after forward": (2, {}, {"reshard_after_forward": False}),
-    "resharded to neighbours": (4, {}, {"reshard_after_forward": 2}),
-    "hybrid": (4, {}, {"mesh": (2, 2)}),
-    "replicated": (2, {}, {"mesh": (2, 1)}),
-    "accumulated without sync": (2, {"accumulate": 3}, {}),
     "accumulated without sync, hybrid": (4, {"accumulate": 3}, {"mesh": (2, 2)}),
-    "accumulated with sync": (2, {"accumulate": 3, "sync_each": True}, {}),
-    "clipped": (2, {"clip": 0.1}, {}),
-    "mixed precision": (2, {}, HALF),
-    "gradients in float32": (2, {}, SUMMED_IN_FLOAT),
-    "mixed precision, hybrid": (4, {}, {"mesh": (2, 2), **SUMMED_IN_FLOAT}),
-    "frozen part": (2, {"make_model": _partly_frozen}, {}),
-    "unused parameters": (2, {"make_model": partial(seeded, sometimes)}, {}),
-    "used in part": (2, PARTLY, {}),
+    "gradients in float32": (2, {}, {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}),
     "frozen part, replicated": (2, {"make_model": _partly_frozen}, {"mesh": (2, 1)}),
     "unused parameters, replicated": (2, {"make_model": partial(seeded, sometimes)}, {"mesh": (2, 1)}),
-    "used in part, replicated": (2, PARTLY, {"mesh": (2, 1)}),
     "frozen in the middle, replicated": (2, {"before_step": _freeze_some}, {"mesh": (2, 1)}),
     "used in part, accumulated": (2, {"accumulate": 2, **PARTLY}, {}),
     "used in part, hybrid": (4, {"accumulate": 2, **PARTLY}, {"mesh": (2, 2)}),
-    "shared parameters": (2, TIED, {}),
-    "shared parameters, hybrid": (4, TIED, {"mesh": (2, 2)}),
+    "shared parameters, hybrid": (
+        4,
+        {"make_model": partial(tiny_transformer, tied=True), "task": TOKENS},
+        {"mesh": (2, 2)},
+    ),
 }
 
 
@@ -182,11 +168,3 @@ def test_what_is_used_now_and_then_accumulates_in_shards() -> None:
         found.append([None if param.grad is None else local(param.grad) for param in model.parameters()])
     for expected, grad in zip(*found, strict=True):
         assert_within("gradient", grad, expected, ROUNDING)
-
-
-@on_ranks(4)
-def test_tensor_parallel_recipe() -> None:
-    mesh = mesh_beside(2, 2)
-    model = partial(gpt, mesh=mesh, kind="heads", vocabulary=True)
-    what = {"make_model": model, "task": SENTENCES, "mesh": mesh["dp"], "accumulate": 2}
-    _compare(what, {"mesh": mesh["dp"]})

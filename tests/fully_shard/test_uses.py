@@ -296,13 +296,11 @@ def _inside(make: Callable[[], nn.Module], wrap: Wrap) -> nn.Module:
     return seeded(lambda inner: nn.Sequential(inner(make()), nn.Linear(5, 2)), wrap)
 
 
-@pytest.mark.parametrize("place", [_as_root, _inside], ids=["root", "inside"])
 @pytest.mark.parametrize("make", [_stack, _table, Assigned, Replaced], ids=["list", "dict", "assigned", "replaced"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_module_that_can_be_called_is_sharded(
-    ranks: RankPool, world_size: int, make: Callable[[], nn.Module], place: Callable[..., nn.Module]
-) -> None:
-    ranks(world_size).run(assert_trains_as_plain, partial(place, make))
+@on_ranks(2)
+def test_any_module_that_can_be_called_is_sharded(make: Callable[[], nn.Module]) -> None:
+    for place in (_as_root, _inside):
+        assert_trains_as_plain(partial(place, make))
 
 
 # As torch's

@@ -26,7 +26,6 @@ from tests.helpers.dtensor_twins import (
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 from tests.helpers.twins import once
 
@@ -40,16 +39,9 @@ def look(model: Any) -> Tensor:
     return found
 
 
-@parametrize_pairs(at_most=3, world_size=[1, 2, 3], options=OPTIONS)
-def test_no_more_is_received_than_with_torchs(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    ranks(world_size).run(_count_both, options)
-
-
-def test_no_more_is_received_than_with_torchs_where_there_are_replicas(ranks: RankPool) -> None:
-    ranks(4).run(_count_both, {"mesh": (2, 2)})
-
-
-def _count_both(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("world_size", "options"), [*((2, each) for each in OPTIONS), (4, {"mesh": (2, 2)})], ids=str)
+@on_ranks("world_size")
+def test_no_more_is_received_than_with_torchs(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     inputs = INPUTS.double()
     (theirs, expected), (mine, found) = (_counts(wrap(**options), inputs) for wrap in (torchs, ours))
@@ -114,7 +106,7 @@ def _use_alone(model: Any) -> None:
     look(model)
 
 
-@parametrize_pairs(at_most=3, world_size=[1, 2, 3], options=OPTIONS[:2])
+@parametrize_pairs(at_most=2, world_size=[1, 2], options=OPTIONS[:2])
 @on_ranks("world_size")
 def test_changes_in_between_are_seen_by_the_next_forward(options: dict[str, Any]) -> None:
     model: Any = uneven(ours(**options))
