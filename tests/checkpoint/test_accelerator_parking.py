@@ -29,10 +29,8 @@ pytestmark = pytest.mark.accelerator
 
 flat = FullyShardedDataParallel
 WRAPS: dict[str, Wrap] = {
-    "flat": flat,
     "orig": partial(flat, use_orig_params=True),
     "rows": under_fully_shard,
-    "kept": partial(flat, reshard_after_forward=False),
     "offloaded": partial(flat, move_params_to_cpu=True, move_grads_to_cpu=False),
     "zero 1": partial(flat, sharding_strategy=ShardingStrategy.SHARD_OPTIM),
     "replicated": partial(flat, sharding_strategy=ShardingStrategy.NO_SHARD),
@@ -164,7 +162,7 @@ def apart(tree: Any) -> Any:
 WIDTH, LAYERS = 64, 6
 
 
-@pytest.mark.parametrize("form", ["flat", "rows"])
+@pytest.mark.parametrize("form", ["orig", "rows"])
 @on_accelerators(2)
 def test_exports_of_a_parked_model_need_device_memory_for_a_unit_at_most(form: str, tmp_path: Path) -> None:
     wrap = WRAPS[form]
@@ -202,7 +200,7 @@ def _refuse(storage: Any, nbytes: int) -> None:
         raise RuntimeError("no room")
 
 
-@pytest.mark.parametrize("wrap", ["flat", "rows", "zero 1", "owned"])
+@pytest.mark.parametrize("wrap", ["orig", "rows", "owned"])
 @on_accelerators(2)
 def test_an_optimizer_that_is_parked_between_steps_has_no_bytes_there_and_the_same_bits(wrap: str) -> None:
     way = WRAPS.get(wrap, flat)

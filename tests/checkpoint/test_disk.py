@@ -63,7 +63,7 @@ def _refuse() -> None:
 # Any step may fail
 
 
-@pytest.mark.parametrize(("world_size", "rank", "background"), [(1, 0, True), (2, 0, False), (3, 2, True)])
+@pytest.mark.parametrize(("world_size", "rank", "background"), [(1, 0, True), (2, 0, False), (2, 1, True)])
 def test_whatever_step_fails_the_old_or_the_new_one_is_there(
     ranks: RankPool, tmp_path: Path, world_size: int, rank: int, background: bool
 ) -> None:

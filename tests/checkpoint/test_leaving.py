@@ -33,7 +33,7 @@ def test_a_training_goes_on(
 
 
 @needs("transformers")
-@parametrize_pairs(at_most=4, way=OF_TRANSFORMERS, is_back=[False, True], form=FORMS, world_size=[2, 1])
+@parametrize_pairs(at_most=3, way=OF_TRANSFORMERS, is_back=[False, True], form=FORMS, world_size=[2, 1])
 def test_a_training_of_transformers_goes_on(
     ranks: RankPool, tmp_path: Path, way: Way, is_back: bool, form: str, world_size: int
 ) -> None:

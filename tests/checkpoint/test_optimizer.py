@@ -51,7 +51,7 @@ def _save_adam(folder: Path, options: dict[str, Any], is_loaded: bool = False) -
     fsdp.save(folder / ("again" if is_loaded else "run"), model, optimizer)
 
 
-@parametrize_cases(at_most=9, saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
+@parametrize_cases(at_most=5, saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
 def test_several_optimizers_are_saved_as_one(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     ranks(2).run(_save_two, tmp_path, case.saved)
     ranks(case.loaded_by).run(_save_two, tmp_path, case.loaded, is_loaded=True)
@@ -401,11 +401,15 @@ REGROUPED = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "loaded", "message"), REGROUPED)
 @pytest.mark.parametrize("make", [_orig_pair, _rows_pair])
 @on_ranks(2)
-def test_groups_that_were_divided_merged_or_moved_are_refused(
-    tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...], message: str, make: Callable[[], Any]
+def test_groups_that_were_divided_merged_or_moved_are_refused(tmp_path: Path, make: Callable[[], Any]) -> None:
+    for saved, loaded, message in REGROUPED:
+        _refuse_groups(tmp_path, make, saved, loaded, message)
+
+
+def _refuse_groups(
+    tmp_path: Path, make: Callable[[], Any], saved: tuple[int, ...], loaded: tuple[int, ...], message: str
 ) -> None:
     model = make()
     optimizer = _in_groups(model, *saved)

@@ -64,7 +64,7 @@ def train(wrap: Wrap, make_optimizer: MakeOptimizer, folder: Path | None, *, by_
     optimizer = make_optimizer(model)
     if folder is not None:
         fsdp.park(model, optimizer, to=folder, parts=["optimizer"])  # before there is any state
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         if by_closure:
             optimizer.step(partial(backward, model, step))  # type: ignore[arg-type]

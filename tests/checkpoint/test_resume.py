@@ -28,7 +28,7 @@ from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import REGRESSION, TOKENS, fully_sharded
 from tests.helpers.ranks import RankPool
 
-HALF = 3
+HALF = 2
 FORMS: list[dict[str, Any]] = [
     {},
     {"flatten_parameters": False},

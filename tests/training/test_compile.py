@@ -225,13 +225,13 @@ def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(c
     assert backend.sizes == [Block.OPERATIONS] * 2
 
 
-# The graphs of blocks are those of the test above; most are run as they were traced.
-@parametrize_pairs(at_most=6, way=ACROSS_UNITS, world_size=[2, 1], options=OPTIONS[:2], inner=["aot_eager", "eager"])
+# The graphs of blocks are those of the test above, and are run as they were traced.
+@parametrize_pairs(at_most=6, way=ACROSS_UNITS, world_size=[2, 1], options=OPTIONS[:2])
 @on_ranks("world_size")
 def test_what_is_compiled_across_units_trains_as_the_plain_model_and_breaks_at_their_borders(
-    way: Way, options: dict[str, Any], inner: str
+    way: Way, options: dict[str, Any]
 ) -> None:
-    backend = _train_all(way, options, inner)
+    backend = _train_all(way, options, "eager")
     assert backend.breaks
     assert all("ForwardHooks." in reason for reason in backend.breaks)
     assert backend.sizes.count(Block.OPERATIONS) == 2  # a whole block, in training and in evaluation

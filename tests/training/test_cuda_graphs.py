@@ -22,16 +22,16 @@ Step = Callable[[], Tensor]
 
 WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
     **{
-        f"{strategy.name}{'' if use_orig_params else ', flat'}": partial(
-            FullyShardedDataParallel, sharding_strategy=strategy, use_orig_params=use_orig_params
+        f"{name}{'' if use_orig_params else ', flat'}": partial(
+            FullyShardedDataParallel, sharding_strategy=ShardingStrategy[name], use_orig_params=use_orig_params
         )
-        for strategy in (
-            ShardingStrategy.NO_SHARD,
-            ShardingStrategy.SHARD_OPTIM,
-            ShardingStrategy.SHARD_GRAD_OP,
-            ShardingStrategy.FULL_SHARD,
+        for name, use_orig_params in (
+            ("NO_SHARD", False),
+            ("SHARD_OPTIM", True),
+            ("SHARD_GRAD_OP", False),
+            ("FULL_SHARD", False),
+            ("FULL_SHARD", True),
         )
-        for use_orig_params in (False, True)
     },
     "FULL_SHARD in bfloat16": partial(
         FullyShardedDataParallel, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)

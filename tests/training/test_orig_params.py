@@ -7,7 +7,7 @@ business with (precision, offload, accumulation) is compared with flat parameter
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,22 +129,13 @@ def each_rank_its_own(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
     return model(inputs, ("a", "ab", "b")[rank % 3])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weight_decay_does_not_touch_unused_parameters(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_leave_some_unused, one_toolbox, use_a)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_whole_units_may_be_unused(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_leave_some_unused, toolbox, use_a)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_parameter_used_on_one_rank_is_stepped_on_all(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_leave_some_unused, one_toolbox, each_rank_its_own)
-
-
-def _leave_some_unused(make: Callable[[Wrap], nn.Module], forward: CallModel) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "make", "forward"),
+    [(1, one_toolbox, use_a), (2, one_toolbox, use_a), (2, toolbox, use_a), (3, one_toolbox, each_rank_its_own)],
+    ids=["alone", "parts of a unit", "whole units", "used on one rank"],
+)
+@on_ranks("world_size")
+def test_weight_decay_does_not_touch_unused_parameters(make: Callable[[Wrap], nn.Module], forward: CallModel) -> None:
     twins = OrigTwins(make, partial(one_adamw, foreach=False))
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(2):
@@ -181,24 +172,6 @@ def test_pain_point_04_frozen_parameters_beside_trained_ones(make_optimizers: Ma
     for frozen in (piece for piece in twins.pieces.values() if not piece.requires_grad):
         assert frozen.grad is None
         assert all(frozen not in optimizer.state for optimizer in twins.optimizers[0])
-
-
-@parametrize_pairs(world_size=[1, 2], options=[{}, {"reshard_after_forward": False}])
-@on_ranks("world_size")
-def test_pain_point_04_parameters_are_frozen_and_thawed_between_steps(options: dict[str, Any]) -> None:
-    twins = OrigTwins(half_frozen, one_adamw, **options)
-    # One that was frozen at wrap time, its whole group, one that was trained, and back.
-    for number, names in enumerate([["entry.weight"], ["tools.b.0.bias", "scale"], ["entry.bias"], ["entry.weight"]]):
-        twins.on_both(partial(_toggle_each, names=names))
-        for again in range(2):
-            twins.step(2 * number + again)
-            twins.assert_close_gradients()
-    twins.assert_close_weights()
-
-
-def _toggle_each(params: dict[str, nn.Parameter], names: Sequence[str]) -> None:
-    for name in names:
-        params[name].requires_grad_(not params[name].requires_grad)
 
 
 # Param groups

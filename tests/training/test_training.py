@@ -72,7 +72,7 @@ def training_of(model: str, nested: bool, optimizer: str, **how: Any) -> Trainin
     )
 
 
-@parametrize_cases(at_most=9, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
+@parametrize_cases(at_most=7, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
 @on_ranks(2)
 def test_equals_distributed_data_parallel_bit_for_bit_at_2_ranks(case: Case) -> None:
     training = training_of(**case.only("model", "nested", "optimizer", "accumulate"))
@@ -81,7 +81,7 @@ def test_equals_distributed_data_parallel_bit_for_bit_at_2_ranks(case: Case) -> 
 
 
 @parametrize_cases(
-    at_most=10,
+    at_most=8,
     world_size=[3, 1, 2, 4],
     model=[name for name in MODELS if name != "tied"],
     optimizer=list(OPTIMIZERS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,14 @@ def fails(path: Any, *says: str | Path, error: type[Exception] = ValueError, **o
         assert str(each) in str(caught.value), str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def original(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(ranks, tmp_path_factory.mktemp("fsdp1"), "sharded")
+
+
 @pytest.fixture
-def folder(ranks: RankPool, tmp_path: Path) -> Path:
-    return saved(ranks, tmp_path, "sharded")
+def folder(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "run")
 
 
 def saved(ranks: RankPool, path: Path, kind: str, world_size: int = 3, **options: Any) -> Path:
@@ -38,19 +44,15 @@ def test_a_rank_s_file_is_missing(folder: Path) -> None:
     fails(folder, "no file of rank 1", error=FileNotFoundError)
 
 
-@pytest.mark.parametrize("mesh", [None, (3,)])
-def test_the_last_rank_s_file_is_missing(ranks: RankPool, tmp_path: Path, mesh: tuple[int] | None) -> None:
-    path = saved(ranks, tmp_path, "sharded", **({} if mesh is None else {"mesh": mesh}))
-    (path / "rank2.pt").unlink()
-    fails(path, "inner.0.weight", "the 2 files given", "A rank's file is missing")
+def test_the_last_rank_s_file_is_missing(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for path in (folder, saved(ranks, tmp_path, "sharded", mesh=(3,))):
+        (path / "rank2.pt").unlink()
+        fails(path, "inner.0.weight", "the 2 files given", "A rank's file is missing")
 
 
-def test_a_file_of_another_world_size_is_among_them(ranks: RankPool, tmp_path: Path) -> None:
-    path, other = folders(tmp_path)
-    saved(ranks, path, "sharded", 3)
-    saved(ranks, other, "sharded", 2)
-    (other / "rank1.pt").rename(path / "rank1.pt")
-    fails(path, "inner.0.weight", "of another number of ranks")
+def test_a_file_of_another_world_size_is_among_them(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    (saved(ranks, tmp_path, "sharded", 2) / "rank1.pt").rename(folder / "rank1.pt")
+    fails(folder, "inner.0.weight", "of another number of ranks")
 
 
 def test_a_file_of_another_model_is_among_them(folder: Path) -> None:
