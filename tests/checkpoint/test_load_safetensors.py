@@ -19,7 +19,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, other_values, save, shard_bytes
 
@@ -260,18 +260,6 @@ def test_a_tied_parameter_is_loaded_under_any_of_its_names(
     result = load_safetensors(model, tmp_path)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert_same_state(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
-
-
-@on_ranks(2)
-def test_a_tied_model_trains_on(tmp_path: Path) -> None:
-    state = tiny_transformer(tied=True, seed=1).state_dict()
-    del state["head.weight"]
-    save(tmp_path, state)
-
-    def make(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
-        return tiny_transformer(wrap, tied=True, seed=seed)
-
-    assert_parity(_Loaded(make, tmp_path), sgd_with_momentum, wrap=fully_sharded(), task=TOKENS)
 
 
 def test_names_that_torchs_wrappers_add_are_not_needed(tmp_path: Path) -> None:

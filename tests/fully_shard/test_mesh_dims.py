@@ -215,6 +215,14 @@ def test_norms() -> None:
 
 
 @on_ranks(4)
+def test_parameters_that_are_sharded_over_data_ranks_are_refused() -> None:
+    mesh, layer = mesh_with("fsdp", "tp"), nn.Linear(4, 8, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)]))
+    with pytest.raises(ValueError, match=r"weight: Expected Replicate\(\) along 'fsdp', .* got Shard"):
+        fsdp.fully_shard(layer, mesh=mesh, dp_mesh_dims=Dims("fsdp"))
+
+
+@on_ranks(4)
 def test_ranks_that_have_built_different_models_are_told() -> None:
     mesh, dims = mesh_with("fsdp", "tp"), Dims("fsdp")
 

@@ -104,15 +104,6 @@ def test_wait_for_unshard_without_an_unshard_does_nothing() -> None:
     assert_at_rest(model)
 
 
-@on_ranks(2)
-def test_an_inner_module_may_be_unsharded_before_the_first_forward() -> None:
-    model: Any = uneven(ours())
-    model.trunk.unshard()
-    model.trunk.reshard()
-    once(model, INPUTS)
-    assert_at_rest(model)
-
-
 # Resharding
 
 

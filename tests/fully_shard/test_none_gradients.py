@@ -65,7 +65,7 @@ def plan_of(turns: list[Gives], **what: Any) -> Plan:
     return Plan(make_model=make_model, make_optimizer=adamw_one_by_one, **what)
 
 
-@parametrize_pairs(at_most=5, gives=[(True, False), (False, True), (False, False)], mesh=[(2,), (2, 1), (2, 2)])
+@parametrize_pairs(at_most=3, gives=[(True, False), (False, True), (False, False)], mesh=[(2,), (2, 1), (2, 2)])
 @on_ranks(lambda mesh: 4 if mesh == (2, 2) else 2)
 def test_none_trains_as_with_torchs_and_does_not_travel(gives: Gives, mesh: tuple[int, ...]) -> None:
     turns = [gives]

@@ -606,32 +606,6 @@ def test_dimensions_of_a_mesh_are_chosen_by_name() -> None:
     assert mesh_of(4).ndim == 1
 
 
-@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="torch 2.11 has none")
-@on_ranks(4)
-def test_parameters_on_all_of_a_mesh_are_sharded_over_dimensions_of_it() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import DataParallelMeshDims
-    from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    weight = torch.arange(32.0).view(8, 4)
-
-    def made(*placements: Any) -> Any:
-        layer = nn.Linear(4, 8, bias=False)
-        layer.weight = nn.Parameter(distribute_tensor(weight, mesh, placements))
-        return layer
-
-    dims = DataParallelMeshDims(shard="data")
-    expected = torchs_fully_shard(made(Replicate(), Shard(1)), mesh=mesh, dp_mesh_dims=dims)
-    found = fsdp.fully_shard(made(Replicate(), Shard(1)), mesh=mesh, dp_mesh_dims=dims)
-    assert_within("weight", local(found.weight), local(expected.weight))
-    assert found.weight.placements == expected.weight.placements
-    assert found.weight.full_tensor().equal(weight)
-    with pytest.raises(ValueError, match=r"weight: Expected Replicate\(\) along 'data', .* got Shard"):
-        fsdp.fully_shard(made(Shard(0), Shard(1)), mesh=mesh, dp_mesh_dims=dims)
-
-
 @on_ranks(2)
 def test_a_list_of_modules_gets_memory_and_dtype_with_the_model_around_it() -> None:
     with torch.device("meta"):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
 from torch import Tensor, nn
 
 from fsdp import (
@@ -32,9 +31,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
     Alone,
-    RanksTestCase,
     alone,
-    assert_parity,
     fully_sharded,
     nested_mlp,
     sgd_with_momentum,
@@ -313,15 +310,10 @@ ATTRIBUTES: dict[str, Any] = {
 }
 
 
-class Attributes(RanksTestCase):
-    @parameterized.expand(sorted(ATTRIBUTES))
-    def test_a_plain_attribute(self, name: str) -> None:
-        assert getattr(alone(nn.Linear(5, 3)), name) == ATTRIBUTES[name]
-
-
-def test_attributes_that_are_objects() -> None:
+def test_attributes_of_one_rank() -> None:
     group = Alone()
     model = FullyShardedDataParallel(nn.Linear(5, 3), group)
+    assert {name: getattr(model, name) for name in ATTRIBUTES} == ATTRIBUTES
     assert model.process_group is group
     assert model.process_group_reduce_scatter is group
     assert torch.device(model.state_dict_device).type == "cpu"
@@ -332,6 +324,7 @@ def test_attributes_that_are_objects() -> None:
 def test_attributes_follow_the_world() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 2))
     assert (model.rank, model.world_size) == (dist.get_rank(), 3)
+    assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (2.0, 1.5)
     assert model.process_group is dist.group.WORLD
     assert model.numel_padded_per_param == [0]  # 12 elements
     padded = FullyShardedDataParallel(nn.Linear(5, 2, bias=False), flatten_parameters=False)
@@ -431,17 +424,6 @@ def test_a_factor_of_the_users() -> None:
     assert Options(gradient_predivide_factor=3).predivide_factor(8) == 3.0
     model = alone(nn.Linear(5, 3), gradient_predivide_factor=4.0)
     assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (4.0, 0.25)
-
-
-@on_ranks(1, 2, 3)
-def test_gradients_are_the_mean_over_the_ranks_whatever_the_factor() -> None:
-    size = dist.get_world_size()
-    for factor in (None, 1.0, 3.0, float(size)):
-        torch.manual_seed(0)
-        model = FullyShardedDataParallel(nn.Linear(5, 2), gradient_predivide_factor=factor)
-        assert model.gradient_predivide_factor * model.gradient_postdivide_factor == pytest.approx(size)
-        model(inputs()).sum().backward()
-        torch.testing.assert_close(sharded_gradients(model)[:12], mean_gradient(size))
 
 
 def sharded_gradients(model: nn.Module) -> Tensor:
@@ -562,13 +544,9 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-class Casts(RanksTestCase):
-    @parameterized.expand([(name, world_size) for name in CASTS for world_size in (1, 2)])
-    def test_after_wrapping(self, name: str, world_size: int) -> None:
-        self.ranks(world_size).run(_cast_and_train, name)
-
-
-def _cast_and_train(name: str) -> None:
+@parametrize_pairs(name=list(CASTS), world_size=[1, 2])
+@on_ranks("world_size")
+def test_a_model_is_cast_after_wrapping(name: str) -> None:
     for flatten_parameters in (True, False):
         model = nested_mlp(fully_sharded(flatten_parameters=flatten_parameters))
         plain = CASTS[name](nested_mlp())
@@ -628,62 +606,6 @@ def _two_layers() -> Iterator[nn.Module]:
     torch.manual_seed(0)
     yield nn.Linear(5, 4)
     yield nn.Linear(4, 2)
-
-
-# Models side by side
-
-
-@on_ranks(2)
-def test_teacher_and_student() -> None:
-    found, expected = _distil(fully_sharded(), inputs), _distil(keep, inputs)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def _distil(wrap: Wrap, batch: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Collective. A student follows a teacher, which is the moving average of the students."""
-    teacher, student = nested_mlp(wrap, seed=1), nested_mlp(wrap, seed=2)
-    optimizer = sgd_with_momentum(student.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        with torch.no_grad():
-            target = teacher(batch())
-        (student(batch()) - target).square().mean().backward()
-        if wrap is keep:
-            for param in student.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-        optimizer.step()
-        with torch.no_grad():
-            for average, param in zip(teacher.parameters(), student.parameters(), strict=True):
-                average.lerp_(param, 0.3)
-    return {f"teacher.{k}": v for k, v in teacher.state_dict().items()} | student.state_dict()
-
-
-@on_ranks(2)
-def test_two_models_in_one_backward() -> None:
-    together, apart = ([nested_mlp(fully_sharded(), seed=seed) for seed in (1, 2)] for _ in range(2))
-    for _ in range(2):
-        sum(model(inputs()).sum() for model in together).backward()
-        for model in apart:
-            model(inputs()).sum().backward()
-    for one, other in zip(together, apart, strict=True):
-        for param, expected in zip(one.parameters(), other.parameters(), strict=True):
-            assert torch.equal(param.grad, expected.grad)
-
-
-# Training with what the contract calls fine print
-
-
-@on_ranks(2)
-def test_options_that_clients_combine() -> None:
-    for given in (
-        {"bucket_cap_mb": 0},
-        {"bucket_cap_mb": 1e-5, "disable_reshard_on_root": False},
-        {"gradient_predivide_factor": 1.0, "flatten_parameters": False, "verbose": True},
-        {"process_group_reduce_scatter": ProcessGroupName.default, "compute_device": torch.device("cpu")},
-    ):
-        assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**given))
 
 
 @on_ranks(2)

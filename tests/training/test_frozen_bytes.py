@@ -178,7 +178,7 @@ def _in_half(weight: Rows8) -> Rows8:
     return Rows8(weight.values, weight.scale, torch.bfloat16)
 
 
-@parametrize_pairs(form=[*FORMS, "rows"], change=[_of_renamed, _in_half], at_most=8)
+@parametrize_pairs(form=[*FORMS, "rows"], change=[_of_renamed, _in_half], at_most=4)
 @on_ranks(2)
 def test_files_of_another_class_or_other_metadata_are_an_error(tmp_path: Path, form: str, change: Any) -> None:
     fsdp.save(tmp_path / "saved", sharded(quantised("two tensors"), form))
@@ -260,7 +260,7 @@ def test_files_without_the_class_load(tmp_path: Path, form: str) -> None:
 
 
 @parametrize_pairs(source=["flat", "orig", "single", "rows", "plain"], target=["rows", "flat", "single"])
-@on_ranks(3)
+@on_ranks(2)
 def test_files_have_integers_as_integers(tmp_path: Path, source: str, target: str) -> None:
     plain = quantised("plain dtypes")
     if source == "plain":

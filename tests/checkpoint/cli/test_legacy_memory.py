@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from benchmarks._measure import NOTHING_KEPT
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import printed_by_program
+from tests.helpers.ranks import RankPool
 
 NUMEL = 8 << 20
 WHOLE = 3 * NUMEL * 4 / 2**20  # MiB, with two moments
@@ -19,7 +17,7 @@ WHOLE = 3 * NUMEL * 4 / 2**20  # MiB, with two moments
 needs_peaks = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory")
 
 
-def growths(script: str) -> list[float]:
+def growths(ranks: RankPool, script: str) -> list[float]:
     """What a process of its own prints: MiB."""
     common = """
         import os, torch
@@ -49,16 +47,15 @@ def growths(script: str) -> list[float]:
             return (peak_resident_bytes() - before) / 2**20
         """
     text = textwrap.dedent(common) + textwrap.dedent(script)
-    environment = {**os.environ, **NOTHING_KEPT}  # what was freed is given back at once
-    command = [sys.executable, "-c", text]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+    printed = printed_by_program(ranks, text, mapped_from=1 << 16)  # what was freed is given back at once
+    return [float(word) for word in printed.splitlines()[-1].split()]
 
 
 @needs_peaks
-def test_converting_needs_memory_for_pieces(tmp_path: Path) -> None:
-    *found, mapped = growths(f"""
+def test_converting_needs_memory_for_pieces(ranks: RankPool, tmp_path: Path) -> None:
+    *found, mapped = growths(
+        ranks,
+        f"""
         found = []
         for name, numel in (("small", 64), ("large", {NUMEL})):  # imports are done for the small one
             path = "{tmp_path}/" + name
@@ -74,7 +71,8 @@ def test_converting_needs_memory_for_pieces(tmp_path: Path) -> None:
         before = resident_bytes()
         held["model"]["flat_param_0"].sum()
         print(*found, (peak_resident_bytes() - before) / 2**20)
-        """)
+        """,
+    )
     for each in found:
         assert each <= 16, f"{each:.1f} MiB of {WHOLE:.0f}"
     assert mapped > 0.9 * WHOLE / 6  # so the measure sees pages of mapped files

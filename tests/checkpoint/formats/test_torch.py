@@ -100,13 +100,6 @@ def test_files_without_a_model_are_errors(tmp_path: Path, content: Any, message:
         opened(tmp_path, content)
 
 
-def test_files_of_torch_before_1_6_are_known_and_refused(tmp_path: Path) -> None:
-    torch.save({"model": kinds().state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert format_of(str(tmp_path / "old.pt")).word == "torch"
-    with pytest.raises(ValueError, match=r"load it with torch\.load, and save it again"):
-        open_source(tmp_path / "old.pt")
-
-
 # The optimizer
 
 
