@@ -109,8 +109,7 @@ def the_two_between_renames(folder: Path) -> None:
 SAVES: dict[str, tuple[Callable[[Path], None], Callable[[Path, int], None]]] = {
     "the first": (nothing, save),
     "over another": (one, save),
-    "over several files": (one_of_several_files, save),
-    "of several files": (one, lambda path, version: save(path, version, max_file_bytes=20)),
+    "of several files": (one_of_several_files, lambda path, version: save(path, version, max_file_bytes=30)),
     "over what was left": (one_and_what_killed_saves_have_left, save),
     "between renames": (the_two_between_renames, save),
     "in the background": (one, save_in_background),

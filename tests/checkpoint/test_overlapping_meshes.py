@@ -75,10 +75,6 @@ def all_inside_one(seed: int) -> nn.Module:
     return shard_inside_over(grid(3), grid(3, 1)["inner"], seed)
 
 
-def all_beside_pairs(seed: int) -> nn.Module:
-    return shard_beside(seed, grid(2, 2)["outer"], grid(4))
-
-
 def all_beside_replicas(seed: int) -> nn.Module:
     return shard_beside(seed, grid(2, 2), grid(4))
 
@@ -98,7 +94,6 @@ ON_FOUR = [
     all_inside_replicas,
     replicas_inside_all,
     replicas_inside_turned_ones,
-    all_beside_pairs,
     all_beside_replicas,
     all_and_pairs_beside_pairs,
     both_pairs_beside_all,

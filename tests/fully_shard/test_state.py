@@ -27,7 +27,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import adamw, fully_sharded
+from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
 
@@ -253,29 +253,19 @@ def test_full_states_by_torchs_functions(cpu_offload: bool, broadcast: bool) -> 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 1)], ids=str)
 def test_our_checkpoints_at_other_world_sizes(ranks: RankPool, sizes: tuple[int, int], tmp_path: Path) -> None:
-    expected = ranks(sizes[0]).run(_save, ours, tmp_path / "saved")[0]
-    ranks(sizes[1]).run(_load_saved, ours, tmp_path / "saved", expected)
+    expected = ranks(sizes[0]).run(_save, tmp_path / "saved")[0]
+    ranks(sizes[1]).run(_load_saved, tmp_path / "saved", expected)
 
 
-@pytest.mark.parametrize("wraps", [(ours, fully_sharded), (fully_sharded, ours)], ids=["to_wrapper", "from_wrapper"])
-def test_our_checkpoints_between_wrapper_and_fully_shard(ranks: RankPool, wraps: Any, tmp_path: Path) -> None:
-    expected = ranks(2).run(_save, wraps[0], tmp_path / "saved")[0]
-    ranks(2).run(_load_saved, wraps[1], tmp_path / "saved", expected)
-
-
-def _options(wrap: Any) -> dict[str, Any]:
-    return {"use_orig_params": True} if wrap is fully_sharded else {}
-
-
-def _save(wrap: Any, folder: Path) -> dict[str, Tensor]:
-    model, optimizer = trained(wrap(**_options(wrap)))
+def _save(folder: Path) -> dict[str, Tensor]:
+    model, optimizer = trained(ours())
     fsdp.save(folder, model, optimizer, generators=False)
     go_on(model, optimizer)
     return wholes(model)
 
 
-def _load_saved(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> None:
-    model, optimizer = fresh(wrap(**_options(wrap)))
+def _load_saved(folder: Path, expected: dict[str, Tensor]) -> None:
+    model, optimizer = fresh(ours())
     fsdp.load(folder, model, optimizer)
     go_on(model, optimizer)
     assert_states_within(wholes(model), expected, 1e-5)
@@ -300,35 +290,22 @@ def _load_safetensors(path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_state_dict_can_be_copied() -> None:
-    model, _ = trained(ours())
-    kept = copy.deepcopy(model.state_dict())
-    expected = {name: local(value).clone() for name, value in kept.items()}
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    for name, value in kept.items():
-        assert type(value) is DTensor, name
-        assert torch.equal(local(value), expected[name]), name
-    model.load_state_dict(kept)
-    assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
-
-
-@on_ranks(2)
-def test_a_state_dict_can_be_saved_by_each_rank(tmp_path: Path) -> None:
+def test_a_state_dict_can_be_copied_and_saved_by_each_rank(tmp_path: Path) -> None:
     model, _ = trained(ours())
     path = tmp_path / f"rank{dist.get_rank()}.pt"
     expected = {name: local(value).clone() for name, value in model.state_dict().items()}
     torch.save(model.state_dict(), path)
-    kept = torch.load(path)
-    assert sum(local(value).untyped_storage().nbytes() for value in kept.values()) == sum(
-        value.nbytes for value in expected.values()
-    )  # and not the whole shard for each
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    model.load_state_dict(kept)
-    assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
+    for kept in (copy.deepcopy(model.state_dict()), torch.load(path)):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        assert {type(value) for value in kept.values()} == {DTensor}
+        assert_same_state({name: local(value) for name, value in kept.items()}, expected)
+        model.load_state_dict(kept)
+        assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
+    # A file has this rank's rows, and not the whole shard for each parameter.
+    held = sum(local(value).untyped_storage().nbytes() for value in kept.values())
+    assert held == sum(value.nbytes for value in expected.values())
 
 
 def _through_pickles(state: dict[str, Any], _: Path) -> dict[str, Any]:

@@ -50,7 +50,6 @@ FORMS: dict[str, Wrap] = {
     "rows": rows,
     "rows_on_host": partial(rows, **HOSTED),
 }
-every_form = pytest.mark.parametrize("form", FORMS)
 
 
 class Layer(nn.Sequential):
@@ -102,7 +101,7 @@ def assert_trained(model: Any, steps: int, factor: float = 1.0) -> None:
         )
 
 
-@every_form
+@pytest.mark.parametrize("form", FORMS)
 def test_trains_saves_and_goes_on(accelerator_ranks: AcceleratorRanks, tmp_path: Path, form: str) -> None:
     accelerator_ranks(2).run(_save_and_go_on, form, tmp_path)
 
@@ -342,7 +341,7 @@ def whole_state(model: Any) -> dict[str, Tensor]:
     return fsdp.state_dict_utils.gather_state_dict(model.state_dict())
 
 
-@every_form
+@pytest.mark.parametrize("form", ["flat", "original_on_host", "rows", "rows_on_host"])
 @on_accelerators(2)
 def test_hooks_get_gradients_that_are_there(form: str) -> None:
     model = build(FORMS[form])
