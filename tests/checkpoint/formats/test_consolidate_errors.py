@@ -33,22 +33,11 @@ def test_lists_must_be_of_one_length() -> None:
     refused(([], []), "got 0 of weights and 0 of metadata")
 
 
-def test_a_missing_rank_is_noticed() -> None:
+def test_missing_ranks_and_another_order_are_noticed() -> None:
     weights, metadata = recorded("flat-3")
     refused((weights[:2], metadata[:2]), r"'flat_param_0' has 28 elements on the 2 ranks given .*say 40 .*is missing")
-
-
-def test_a_missing_first_rank_is_noticed() -> None:
-    weights, metadata = recorded("flat-3")
     refused((weights[1:], metadata[1:]), r"'flat_param_0' has 26 elements on the 2 ranks given")
-
-
-def test_padding_in_the_middle_is_another_order() -> None:
-    weights, metadata = recorded("flat-3")
     refused((weights[::-1], metadata[::-1]), "rank 0: 'flat_param_0' ends with 2 elements of padding, and rank 1 goes")
-
-
-def test_a_rank_given_twice_is_noticed() -> None:
     weights, metadata = recorded("flat-2")
     refused(([*weights, weights[1]], [*metadata, metadata[1]]), "60 elements on the 3 ranks given .* say 40")
 
@@ -56,46 +45,43 @@ def test_a_rank_given_twice_is_noticed() -> None:
 # Weights
 
 
-def test_a_missing_shard_names_rank_and_key() -> None:
-    refused(
-        changed(lambda weights, _: weights[1].pop("inner.flat_param_0")),
-        r"rank 1: 'inner.flat_param_0' is missing in its weights",
-    )
+def cut(weights: list[Any], _: list[Any]) -> None:
+    weights[1]["flat_param_0"] = weights[1]["flat_param_0"][:9]
+
+
+def cut_into_padding(weights: list[Any], _: list[Any]) -> None:
+    weights[2]["flat_param_0"] = weights[2]["flat_param_0"][:1]
+
+
+def cast(weights: list[Any], _: list[Any]) -> None:
+    weights[1]["flat_param_0"] = weights[1]["flat_param_0"].half()
+
+
+def drop_a_shard(weights: list[Any], _: list[Any]) -> None:
+    del weights[1]["inner.flat_param_0"]
+
+
+WEIGHTS: dict[str, tuple[Callable[[list[Any], list[Any]], object], str]] = {
+    "a missing shard": (drop_a_shard, r"rank 1: 'inner.flat_param_0' is missing in its weights"),
+    "a missing buffer": (
+        lambda weights, _: weights[0].pop("norm.running_mean"),
+        "rank 0: 'norm.running_mean' is missing",
+    ),
+    "a cut shard": (cut, r"has 35 elements on the 3 ranks given \(14 on rank 0, 9 on rank 1, 12 on rank 2,"),
+    "less than padding": (cut_into_padding, "rank 2: 'flat_param_0' has 1 elements, of which its metadata call 2 pad"),
+    "another dtype": (cast, "'flat_param_0' .*torch.float32, torch.float16, torch.float32"),
+    "no tensor": (lambda weights, _: weights[2].update(flat_param_0="text"), "rank 2: 'flat_param_0' is a str"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_that_do_not_fit_are_named(change: Any, message: str) -> None:
+    refused(changed(change), message)
 
 
 def test_a_missing_shard_of_a_later_rank_is_an_error_without_strict() -> None:
-    shards = changed(lambda weights, _: weights[1].pop("inner.flat_param_0"))
     with pytest.raises(ValueError, match=r"rank 1: 'inner.flat_param_0' is missing"):
-        consolidated(shards, strict=False)
-
-
-def test_a_missing_buffer_names_the_key() -> None:
-    refused(changed(lambda weights, _: weights[0].pop("norm.running_mean")), "rank 0: 'norm.running_mean' is missing")
-
-
-def test_a_cut_shard_tells_all_sizes() -> None:
-    def cut(weights: list[Any], _: list[Any]) -> None:
-        weights[1]["flat_param_0"] = weights[1]["flat_param_0"][:9]
-
-    refused(changed(cut), r"has 35 elements on the 3 ranks given \(14 on rank 0, 9 on rank 1, 12 on rank 2,")
-
-
-def test_a_shard_smaller_than_its_padding_is_named() -> None:
-    def cut(weights: list[Any], _: list[Any]) -> None:
-        weights[2]["flat_param_0"] = weights[2]["flat_param_0"][:1]
-
-    refused(changed(cut), "rank 2: 'flat_param_0' has 1 elements, of which its metadata call 2 padding")
-
-
-def test_a_shard_of_another_dtype_is_named() -> None:
-    def cast(weights: list[Any], _: list[Any]) -> None:
-        weights[1]["flat_param_0"] = weights[1]["flat_param_0"].half()
-
-    refused(changed(cast), "'flat_param_0' .*torch.float32, torch.float16, torch.float32")
-
-
-def test_what_is_no_tensor_is_named() -> None:
-    refused(changed(lambda weights, _: weights[2].update(flat_param_0="text")), "rank 2: 'flat_param_0' is a str")
+        consolidated(changed(drop_a_shard), strict=False)
 
 
 def test_keys_that_nothing_names_are_refused_when_strict() -> None:

@@ -114,14 +114,17 @@ def test_a_path_that_is_nothing(tmp_path: Path) -> None:
     fails(tmp_path / "checkpoint_last.pt", "checkpoint_last-shard0.pt", error=FileNotFoundError)
 
 
-def test_a_file_without_metadata(folder: Path) -> None:
-    change(shard(folder, 2), lambda content: content.pop("fsdp_metadata"))
-    fails(folder, shard(folder, 2), "no metadata", "model, last_optimizer_state")
-
-
-def test_a_file_without_weights(folder: Path) -> None:
-    change(shard(folder, 2), lambda content: content.pop("model"))
-    fails(folder, shard(folder, 2), "no weights", "'fsdp_metadata'")
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("fsdp_metadata", ("no metadata", "model, last_optimizer_state")),
+        ("model", ("no weights", "'fsdp_metadata'")),
+        ("last_optimizer_state", ("no state of the optimizer under 'last_optimizer_state'",)),
+    ],
+)
+def test_a_file_that_lacks_a_part(folder: Path, key: str, says: tuple[str, ...]) -> None:
+    change(shard(folder, 2), lambda content: content.pop(key))
+    fails(folder, shard(folder, 2), *says)
 
 
 def test_a_file_that_is_no_dict(folder: Path) -> None:
@@ -134,11 +137,6 @@ def test_a_file_that_is_no_dict(folder: Path) -> None:
 
 def state(content: Content) -> Content:
     return content["last_optimizer_state"]["state"]
-
-
-def test_a_file_without_the_optimizer_s_state(folder: Path) -> None:
-    change(shard(folder, 1), lambda content: content.pop("last_optimizer_state"))
-    fails(folder, shard(folder, 1), "no state of the optimizer under 'last_optimizer_state'")
 
 
 def test_state_of_a_rank_at_another_step(folder: Path) -> None:
