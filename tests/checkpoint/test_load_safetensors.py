@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, load_safetensors
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.models import Net, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import Alone, assert_parity, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, other_values, save, shard_bytes
 
@@ -73,27 +72,6 @@ def _load_between_steps(path: Path, options: dict[str, Any]) -> None:
     assert torch.equal(model(inputs), expected(inputs))
 
 
-class _Loaded:
-    """Wraps a model and loads it."""
-
-    def __init__(self, make: Callable[..., nn.Module], path: Path, **options: Any) -> None:
-        self._make, self._path, self._wrap = make, path, fully_sharded(**options)
-
-    def __call__(self, wrap: Wrap) -> nn.Module:
-        if wrap is keep:
-            return self._make(seed=1)
-        model = self._make(self._wrap)
-        load_safetensors(model, self._path)
-        return model
-
-
-@parametrize_pairs(options=OPTIONS[:4], world_size=[3, 4])
-@on_ranks("world_size")
-def test_a_loaded_model_trains_like_the_plain_one(tmp_path: Path, options: dict[str, Any]) -> None:
-    save(tmp_path, other_values())
-    assert_parity(_Loaded(nested_mlp, tmp_path, **options), sgd_with_momentum, wrap=fully_sharded())
-
-
 @on_ranks(2)
 def test_ranks_that_keep_nothing_of_a_parameter_gather_it_again(tmp_path: Path) -> None:
     save(tmp_path, {"scale": torch.tensor(-3.0)})
@@ -126,15 +104,6 @@ def test_values_of_another_dtype_are_cast(tmp_path: Path, dtype: torch.dtype) ->
     model = nested_mlp(fully_sharded())
     load_safetensors(model, tmp_path)
     assert_same_state(model.state_dict(), {name: v.to(dtype).float() for name, v in other_values().items()})
-
-
-@on_ranks(2)
-def test_shards_keep_the_precision_of_the_optimizer(tmp_path: Path) -> None:
-    save(tmp_path, other_values())
-    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    model = nested_mlp(fully_sharded(mixed_precision=policy))
-    load_safetensors(model, tmp_path)
-    assert_same_state(model.state_dict(), other_values())
 
 
 # What is not flat

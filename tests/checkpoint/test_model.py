@@ -17,10 +17,10 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state, tied_state
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import Alone, adamw, fully_sharded
+from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, shard_bytes
 
@@ -68,42 +68,6 @@ def test_the_file_is_the_plain_models_state(
     plain = everything(seed=2)
     fsdp.load(tmp_path / "run", plain)
     assert_same_state(plain.state_dict(), everything(seed=1).state_dict())
-
-
-def test_training_goes_on_from_what_was_trained(ranks: RankPool, tmp_path: Path) -> None:
-    states = ranks(3).run(_train_and_save, tmp_path)
-    found = ranks(2).run(_loaded_state, tmp_path)
-    assert_same_state(found[0], states[0])
-
-
-def _train_and_save(folder: Path) -> dict[str, Tensor]:
-    model = nested_mlp(fully_sharded())
-    optimizer = adamw(model.parameters())
-    for _ in range(2):
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        fsdp.save(folder / "run", model)
-    return model.state_dict()
-
-
-def _loaded_state(folder: Path) -> dict[str, Tensor]:
-    model = nested_mlp(fully_sharded())
-    fsdp.load(folder / "run", model)
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
-def test_a_tied_parameter_is_written_once(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    ranks(2).run(_save_and_load_tied, tmp_path, options)
-    assert "tokens.weight" in stored_state(tmp_path / "run")
-    assert "head.weight" not in stored_state(tmp_path / "run")
-
-
-def _save_and_load_tied(folder: Path, options: dict[str, Any]) -> None:
-    fsdp.save(folder / "run", tiny_transformer(fully_sharded(**options), tied=True, seed=1))
-    model = tiny_transformer(fully_sharded(**options), tied=True)
-    fsdp.load(folder / "run", model)
-    assert_same_state(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
 
 
 def test_replicas_write_once(ranks: RankPool, tmp_path: Path) -> None:

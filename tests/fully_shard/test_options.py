@@ -120,14 +120,6 @@ def test_inputs_are_cast_only_where_asked() -> None:
                 model(torch.ones(2, 5))
 
 
-@on_ranks(2)
-def test_gradients_are_of_the_dtype_of_the_shard() -> None:
-    model = uneven(ours(mp_policy={"param_dtype": BF16}))
-    model(torch.ones(2, 5)).sum().backward()
-    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FLOAT}
-    assert {param.dtype for param in model.parameters()} == {FLOAT}
-
-
 # Meshes and placements
 
 

@@ -256,18 +256,6 @@ def test_a_model_can_be_cast(cast: Callable[[nn.Module], nn.Module], is_used: bo
 
 
 @on_ranks(2)
-def test_parts_can_be_frozen_through_their_modules() -> None:
-    model: Any = seeded(Net, ours())
-    model.inner.requires_grad_(False)
-    once(model, INPUTS)
-    frozen = {name for name, param in model.named_parameters() if param.grad is None}
-    assert frozen == {name for name, _ in model.named_parameters() if name.startswith("inner")}
-    model.requires_grad_(True)
-    once(model, INPUTS)
-    assert all(param.grad is not None for param in model.parameters())
-
-
-@on_ranks(2)
 def test_gradients_can_be_zeroed_in_place() -> None:
     model: Any = seeded(Net, ours())
     once(model, INPUTS)

@@ -44,25 +44,14 @@ def test_files_of_fairseq_and_metaseq_are_whole_weights_and_state(name: str) -> 
     assert_same(weights_of(source), whole["model"])
     named = zip((*NAMES, *NAMES_INSIDE), whole["optimizer"].values(), strict=True)
     assert_same_values(state_of(source), dict(named))
-
-
-@every_case
-def test_tied_parameters_are_read_once_and_have_all_their_names(name: str) -> None:
-    source = open_fairscale(RECORDED / name)
+    # Tied parameters are read once.
     assert source.aliases == {"last.weight": "first.weight", "inner.2.weight": "inner.0.weight"}
     assert not source.aliases.keys() & source.model.tensors.keys()
-
-
-@every_case
-def test_the_parameter_group_has_its_settings_and_the_parameters_names(name: str) -> None:
-    ((options, names),) = groups_of(open_fairscale(RECORDED / name))
+    ((options, names),) = groups_of(source)
     assert names == [*NAMES, *NAMES_INSIDE]
     assert (options["lr"], options["betas"]) == (0.01, (0.9, 0.999))
-
-
-@every_case
-def test_what_else_a_program_saves_is_values_and_its_settings_a_dict(name: str) -> None:
-    assert decoded(open_fairscale(RECORDED / name).values) == {
+    # What else a program saves are values, and its settings a dict.
+    assert decoded(source.values) == {
         "args": SETTINGS,
         "extra_state": {"val_loss": 1.5, "train_iterator": {"epoch": 2, "iterations_in_epoch": 7}},
         "last_optimizer_state": {"loss_scale": 4.0},

@@ -48,12 +48,6 @@ def test_a_checkpoint_comes_through_formats_as_it_was(tmp_path: Path, first: str
     assert_same_checkpoint(target, origin)
 
 
-def test_a_checkpoint_in_several_files_comes_through(tmp_path: Path) -> None:
-    origin = saved(tmp_path / "origin", max_file_bytes=100)
-    assert len(list(origin.glob("model-*.safetensors"))) > 2
-    assert_same_checkpoint(converted(origin, tmp_path / "target.pt"), origin)
-
-
 def test_a_flat_optimizer_comes_back_with_its_settings(tmp_path: Path) -> None:
     origin = saved(tmp_path / "origin")
     converted(origin, tmp_path / "flat", "--to", "dcp", "--flat-optimizer")
