@@ -116,9 +116,11 @@ def test_the_current_folder_of_a_rank_is_not_replaced(tmp_path: Path, inside: st
     assert list(run.iterdir()) == []
 
 
-def test_a_path_that_is_a_file_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_path_that_is_a_file_or_below_one_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     ranks(2).run(_save_at_file, tmp_path / "run")
+    with pytest.raises(OSError, match="run"):
+        fsdp.save(tmp_path / "run" / "below", nested_mlp())
     assert content(tmp_path) == {"run": b"mine"}
 
 
@@ -126,12 +128,6 @@ def _save_at_file(path: Path) -> None:
     expected = NotADirectoryError if dist.get_rank() == 0 else RuntimeError
     with pytest.raises(expected, match="is a file: a checkpoint is a folder"):
         fsdp.save(path, nested_mlp(fully_sharded()))
-
-
-def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="file"):
-        fsdp.save(tmp_path / "file" / "run", nested_mlp())
 
 
 @pytest.mark.parametrize("name", ["run", "run.saving", "run.replaced"])

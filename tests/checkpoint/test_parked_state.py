@@ -38,10 +38,6 @@ flat = FullyShardedDataParallel
 Export = Callable[[Any, torch.optim.Optimizer, Path], Any]
 
 
-def streamed(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
-    return full_weights(model)
-
-
 def full_weights(model: nn.Module) -> Any:
     """Collective. The weights that sinks of buckets, and sinks of parts, receive."""
     buckets, parts = Collected(), Parts()
@@ -100,7 +96,7 @@ OF_ALL: dict[str, Export] = {
     "optimizer.state_dict": lambda model, optimizer, _: copy.deepcopy(optimizer.state_dict()),
     "pickled": pickled,
     "fsdp.save": saved,
-    "stream_weights": streamed,
+    "stream_weights": lambda model, *_: full_weights(model),
     "fingerprint": lambda model, optimizer, _: fsdp.fingerprint(model, optimizer),
     "distributed": distributed,
 }

@@ -199,20 +199,6 @@ def test_a_number_gathers_among_the_neighbours_in_backward() -> None:
 # Prefetching
 
 
-@contextmanager
-def beginnings(model: Any) -> Iterator[list[str]]:
-    """Which units begin to gather (`+`) and which modules begin to compute, in order."""
-    with gathers() as seen:
-        hooks = [
-            inner.register_forward_pre_hook(lambda *_, name=name: seen.append(f"run {name}"))
-            for name, inner in model.named_modules()
-            if isinstance(inner, FSDPModule)
-        ]
-        yield seen
-        for hook in hooks:
-            hook.remove()
-
-
 class Chain(nn.Module):
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()

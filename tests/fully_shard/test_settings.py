@@ -88,29 +88,18 @@ def assert_alike(make: Callable[[Wrap], nn.Module], steps: Steps, **options: Any
 # How far gradients go
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_one_module_accumulates_while_others_reduce(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(assert_alike, uneven, _accumulate_in_trunk)
+@pytest.mark.parametrize(("world_size", "part"), [(1, "trunk"), (2, "trunk"), (2, "")], ids=str)
+def test_one_module_accumulates_while_others_reduce(ranks: RankPool, world_size: int, part: str) -> None:
+    ranks(world_size).run(assert_alike, uneven, partial(_accumulate_in, part))
 
 
-def _accumulate_in_trunk(model: Any) -> Found:
-    model.trunk.set_requires_gradient_sync(False)
+def _accumulate_in(part: str, model: Any) -> Found:
+    """In a module with those inside of it, or in the outermost one alone."""
+    module = model.get_submodule(part)
+    module.set_requires_gradient_sync(False, recurse=bool(part))
     backward(model, 0)
     found = gradients(model, "first ")
-    model.trunk.set_requires_gradient_sync(True)
-    backward(model, 1)
-    return found | gradients(model)
-
-
-def test_the_outermost_module_alone_accumulates(ranks: RankPool) -> None:
-    ranks(2).run(assert_alike, uneven, _accumulate_in_root)
-
-
-def _accumulate_in_root(model: Any) -> Found:
-    model.set_requires_gradient_sync(False, recurse=False)
-    backward(model, 0)
-    found = gradients(model, "first ")
-    model.set_requires_gradient_sync(True, recurse=False)
+    module.set_requires_gradient_sync(True, recurse=bool(part))
     backward(model, 1)
     return found | gradients(model)
 

@@ -120,11 +120,7 @@ RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "frozen in the middle, replicated": (2, {"before_step": _freeze_some}, {"mesh": (2, 1)}),
     "used in part, accumulated": (2, {"accumulate": 2, **PARTLY}, {}),
     "used in part, hybrid": (4, {"accumulate": 2, **PARTLY}, {"mesh": (2, 2)}),
-    "shared parameters, hybrid": (
-        4,
-        {"make_model": partial(tiny_transformer, tied=True), "task": TOKENS},
-        {"mesh": (2, 2)},
-    ),
+    "shared parameters, hybrid": (4, TIED, {"mesh": (2, 2)}),
 }
 
 

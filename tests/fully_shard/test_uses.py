@@ -36,7 +36,6 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, Step, backward_twice, in_eval_mode, score, two_forwards_then_backwards
 
 OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
-every_option = pytest.mark.parametrize("options", OPTIONS, ids=["default", "kept"])
 
 
 @parametrize_pairs(options=OPTIONS, step=[*STEPS, in_eval_mode])

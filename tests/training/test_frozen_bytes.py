@@ -320,6 +320,7 @@ PLACES: dict[str, Any] = {
     "zero-1": lambda: {"sharding_strategy": ShardingStrategy.SHARD_OPTIM},
     "hfsdp": lambda: {"process_group": mesh_of(2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD_OPTIM},
     "neighbours": lambda: {"reshard_after_forward": 2},
+    "host": lambda: {"cpu_offload": True},
 }
 
 
@@ -327,13 +328,6 @@ PLACES: dict[str, Any] = {
 @on_ranks(4)
 def test_bytes_follow_placements(place: str) -> None:
     plain, model = quantised("two tensors"), sharded(quantised("two tensors"), "orig", **PLACES[place]())
-    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
-    assert_same_state(model.state_dict(), plain)
-
-
-@on_ranks(2)
-def test_bytes_are_offloaded_to_the_host() -> None:
-    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), "flat", cpu_offload=True)
     torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
     assert_same_state(model.state_dict(), plain)
 

@@ -274,9 +274,6 @@ def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(case: C
     pair.assert_close()
 
 
-Freeze = Callable[[Any, bool], None]
-
-
 def a_layer(model: Any, trained: bool) -> None:
     """All of it, base included."""
     model[2].requires_grad_(trained)
