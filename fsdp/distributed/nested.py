@@ -6,14 +6,13 @@ of the replicas of a rank are neighbours in the gathered tensor, so each collect
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag, made_once_for_groups, words_of
-
-_LENGTH_BYTES = 8
 
 
 class Nested(Communicator):
@@ -129,17 +128,8 @@ class Nested(Communicator):
         return self._together.exchange(placed(incoming), placed(outgoing), what, _inside(tag))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        column = self._replicas.all_gather_bytes(payload)
-        lengths = b"".join(len(each).to_bytes(_LENGTH_BYTES, "little") for each in column)
-        found: list[bytes] = []
-        for joined in self._shard.all_gather_bytes(lengths + b"".join(column)):
-            start = len(lengths)
-            for number in range(len(column)):
-                at = number * _LENGTH_BYTES
-                stop = start + int.from_bytes(joined[at : at + _LENGTH_BYTES], "little")
-                found.append(joined[start:stop])
-                start = stop
-        return found
+        column = pickle.dumps(self._replicas.all_gather_bytes(payload))
+        return [each for other in self._shard.all_gather_bytes(column) for each in pickle.loads(other)]
 
     def settle(self) -> None:
         for each in self._parts:
