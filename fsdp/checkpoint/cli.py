@@ -452,7 +452,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A progress bar on a terminal if tqdm is installed, otherwise without effect. A context manager."""
+    """A progress bar on a terminal, of tqdm if that is installed; elsewhere without effect. A context manager."""
 
     def __init__(self, what: str) -> None:
         self._what, self._total, self._done, self._shown = what, 0, 0, 0.0
