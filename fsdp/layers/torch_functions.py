@@ -52,6 +52,7 @@ Tensors = Tensor | Iterable[Tensor]
 _NAMED = 5  # parameters in one message
 
 
+@uncompiled  # what finds shards looks at all models and modules of the process
 def _clip_grad_norm(
     torchs: Callable[..., Tensor],
     parameters: Tensors,
@@ -76,6 +77,7 @@ def _clip_grad_norm(
     return models.shown(norm)
 
 
+@uncompiled
 def _get_total_norm(
     torchs: Callable[..., Tensor],
     tensors: Tensors,
