@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp.checkpoint.added_tensors import added_tensors, take_back
 from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.safetensors import KINDS, Entry
 from fsdp.distributed.collectives import LONE_RANK, communicator
@@ -148,6 +149,7 @@ class UnshardedTensor:
     names: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
     device: torch.device  # for a tensor without memory
+    filled: Callable[[], None] | None = None  # is called when it has a loaded value
 
     handle: ClassVar[None] = None
     slot: ClassVar[int] = 0
@@ -228,6 +230,8 @@ class UnshardedTensor:
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
         increment_version(self.tensor)
+        if self.filled is not None:
+            self.filled()
 
 
 Target = SlotTensor | UnshardedTensor
@@ -296,6 +300,11 @@ def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
     devices = {module: unit.device for unit in units for module in own_modules(unit.module)}
     others: dict[int, UnshardedTensor] = {}
     for module, paths in paths_of.items():
+        device = devices.get(module, HOST)
+        added = added_tensors(module, paths[0])
+        for key, one in added.items():
+            filled = partial(take_back, module, paths[0], added, key)
+            others[id(one)] = UnshardedTensor([path + key for path in paths], [(added, key)], device, filled)
         buffers = {
             name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set
         }
@@ -306,7 +315,6 @@ def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
                         f"{paths[0]}{name} is flat: load a FlattenParamsWrapper with load_state_dict"
                     )
                 if tensor is not None and not is_ours(tensor):
-                    device = devices.get(module, HOST)
                     target = others.setdefault(id(tensor), UnshardedTensor([], [], device))
                     target.names += [path + name for path in paths]
                     target.places.append((entries, name))
@@ -380,8 +388,11 @@ def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
     order = {path: number for number, path in enumerate(path for paths in paths_in(model).values() for path in paths)}
 
     def place(name: str) -> int:
-        module, dot, _ = name.rpartition(".")
-        return order[module + dot]
+        path = name
+        while path not in order:  # a tensor that a module adds may have dots in its name there
+            path = path[:-1].rpartition(".")[0]
+            path += "." if path else ""
+        return order[path]
 
     named = [(min(target.names, key=place), target) for target in tensors_in(model, units)]
     return {plain_name(name): target for name, target in sorted(named, key=lambda pair: place(pair[0]))}

@@ -1,0 +1,79 @@
+"""Tensors that modules add to their state dicts by a `_save_to_state_dict` of their own, as layers of bitsandbytes do.
+
+They are neither parameters nor buffers, so only that method knows them, and `_load_from_state_dict` takes them back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.engine.originals import is_ours
+
+_REMEDY = "get_extra_state() and set_extra_state() of a module save such state."
+
+
+def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
+    """Return the tensors that a module, without those inside of it, adds to its state dict, by their names there.
+
+    Warns of what no checkpoint has: other entries, and those of a method that reads sharded parameters.
+
+    Args:
+        module: any module.
+        path: its name with a dot at the end, for messages.
+    """
+    if getattr(module._save_to_state_dict, "__func__", None) is nn.Module._save_to_state_dict:
+        return {}
+    name = f"{type(module).__name__}._save_to_state_dict of '{path.removesuffix('.')}'"
+    entries: dict[str, Any] = {}
+    alone = _without_shards(module)
+    try:
+        alone._save_to_state_dict(entries, "", True)
+    except Exception as error:  # noqa: BLE001 - it is the user's
+        warnings.warn(
+            f"{name} fails without sharded parameters, and no checkpoint has what it adds: {error}. {_REMEDY}",
+            stacklevel=2,
+        )
+    listed = module._parameters | module._buffers
+    own = {id(each) for each in listed.values()}  # also under a former name
+    added = {
+        key: value for key, value in entries.items() if not (key in listed or key == "_extra_state" or id(value) in own)
+    }
+    found = {key: value for key, value in added.items() if isinstance(value, Tensor)}
+    if others := sorted(added.keys() - found.keys()):
+        warnings.warn(f"{name} adds {', '.join(others)}, which no checkpoint has. {_REMEDY}", stacklevel=2)
+    return found
+
+
+def _without_shards(module: nn.Module) -> nn.Module:
+    """Return a module with the state of another one, except the sharded parameters, which have other values here."""
+    found: nn.Module = object.__new__(type(module))
+    found.__dict__.update(module.__dict__)
+    sharded = [name for name, one in module._parameters.items() if name in module.__dict__ or is_ours(one)]  # type: ignore[arg-type]
+    found.__dict__["_parameters"] = {name: one for name, one in module._parameters.items() if name not in sharded}
+    for name in sharded:
+        found.__dict__.pop(name, None)
+    return found
+
+
+def take_back(module: nn.Module, path: str, entries: dict[str, Tensor], key: str) -> None:
+    """Return the entries to the module that added them, after one of them was loaded in place.
+
+    Raises:
+        RuntimeError: if the module has another value of that one afterwards.
+    """
+    module._load_from_state_dict(dict(entries), "", {}, False, [], [], [])
+    now = added_tensors(module, path).get(key)
+    if now is None or not _have_equal_bytes(now, entries[key]):
+        raise RuntimeError(
+            f"{path}{key}: {type(module).__name__}._save_to_state_dict adds it, and _load_from_state_dict does not "
+            f"take another value of it. Build the model with the saved value, or register a buffer. {_REMEDY}"
+        )
+
+
+def _have_equal_bytes(one: Tensor, other: Tensor) -> bool:
+    first, second = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(first, second)
