@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.autograd.graph import _CloneArgBeforeMutateMode, increment_version
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fsdp.distributed.communicator import uncompiled
@@ -66,14 +66,25 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
 
     Such a checkpoint numbers the operations of a forward, keeps the results of some, and returns them in the
     recomputation by these numbers. A recomputation has fewer all-gathers, and would get results of other operations.
+
+    Raises:
+        RuntimeError: inside of `allow_mutation_on_saved_tensors`, which reads the freed memory of saved parameters.
     """
     return _without_checkpoints() if torch._C._len_torch_dispatch_stack() else _UNCHANGED
 
 
 @contextmanager
 def _without_checkpoints() -> Iterator[None]:
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in modes):
+        raise RuntimeError(
+            "a sharded module computes inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which copies "
+            "saved tensors before they are written: it would read the memory of parameters that is freed until "
+            "backward. Leave the context around this module, and clone what its in-place operations write to."
+        )
     others = [mode for mode in modes if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
+    for _ in modes:
+        _pop_mode()
     for mode in others:
         _push_mode(mode)
     try:

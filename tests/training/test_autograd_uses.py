@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.distributed.dtensor import local_part
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
+from tests.helpers.forms import FORMS, sharded
 from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
@@ -435,3 +436,14 @@ def test_backward_finds_inputs_beside_sharded_ones() -> None:
     frozen = list(model.requires_grad_(False).parameters())
     with pytest.raises(RuntimeError, match="requires_grad=False"):
         model(inputs).sum().backward(inputs=frozen)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_torchs_copies_of_saved_tensors_before_they_are_written_are_refused(form: str) -> None:
+    """They would read freed memory, which ends the process."""
+    model = sharded(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), form, (nn.Linear,))
+    copies = torch.autograd.graph.allow_mutation_on_saved_tensors()
+    with copies, pytest.raises(RuntimeError, match=r"allow_mutation_on_saved_tensors.*Leave the context"):
+        model(torch.ones(2, 5))
+    model(torch.ones(2, 5)).sum().backward()
