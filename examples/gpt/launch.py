@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+import fsdp
 from examples.gpt.model import SIZES
 from examples.gpt.options import Options, parse_options, to_arguments
 from examples.gpt.text import TextError, load_corpus
@@ -36,8 +37,8 @@ def resolve(options: Options) -> Options:
     """Choose default options for this machine.
 
     Raises:
-        OptionError: more ranks than the machine has GPUs, no GPU at all, or an output
-        folder that cannot be made.
+        OptionError: more ranks than the machine has GPUs, no GPU at all, an output
+        folder that cannot be made, or a training to resume that is finished.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = options.device or ("cuda" if num_gpus else "cpu")
@@ -63,6 +64,12 @@ def resolve(options: Options) -> Options:
         raise OptionError(
             f"--out {options.out} cannot be made: {error.strerror}."
         ) from error
+    done = 1 + max(fsdp.checkpoint.steps(out / "checkpoints"), default=-1)
+    if options.resume and options.steps <= done:
+        raise OptionError(
+            f"--steps {options.steps} are done: the newest checkpoint in {out} has "
+            f"{done} steps. Give more to go on, such as --steps {2 * done}."
+        )
     return replace(options, data=data, out=out, ranks=ranks, device=device)
 
 

@@ -256,6 +256,14 @@ def test_the_gpt_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> No
     assert (first.steps, resumed.steps) == (10, 11)  # the last checkpoint was that of step 8
     assert resumed.first_loss == first.first_loss
     assert resumed.last_loss < first.last_loss < first.first_loss
+    from examples.gpt import launch, options
+
+    def resumes(*arguments: str) -> Path:
+        return launch.resolve(options.parse_options([f"--out={tmp_path}", "--resume", *arguments])).out
+
+    with pytest.raises(launch.OptionError, match=r"--steps 18 are done: .* has 18 steps. Give more to go on"):
+        resumes("--steps=18")
+    assert resumes("--steps=19") == tmp_path
 
 
 def _train_gpt(folder: Path, *arguments: str) -> Any:
