@@ -38,7 +38,7 @@ class ExecutionOrder(Generic[T]):
         self._current.append(item)
         if self._on_course and place < len(self._last) and self._last[place] is item:
             return self._ahead[place]
-        self._on_course = self.is_settled = False
+        self._on_course = False
         return ()
 
     def at_expected_end(self) -> bool:

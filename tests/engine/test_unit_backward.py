@@ -38,9 +38,11 @@ def test_backward_awaits_the_oldest_call_of_which_there_is_a_graph() -> None:
 def test_calls_that_were_made_later_are_not_awaited() -> None:
     """Backward comes to the last one first: it has passed by those when it comes to an older one."""
     backward = UnitBackward()
-    first, _second = made(backward, 2)
+    first, second = made(backward, 2)
     backward.begin(())
     backward.reach(first.number)
+    assert not backward.may_come
+    backward.reach(second.number)  # after all, by a re-entrant checkpoint
     assert not backward.may_come
 
 
