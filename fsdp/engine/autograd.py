@@ -3,9 +3,9 @@
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
 ``torch._C._autograd._get_current_graph_task_keep_graph``,
 ``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter``,
-``torch._dynamo.compiled_autograd.in_compiled_autograd_region``, ``Variable._execution_engine.queue_callback`` and the
-modes of selective activation checkpoints have no public counterpart; torch's own DistributedDataParallel, FSDP and
-``register_multi_grad_hook`` use them. Tried on torch 2.11 to 2.15.
+``torch._dynamo.compiled_autograd.in_compiled_autograd_region`` and ``Variable._execution_engine.queue_callback`` have
+no public counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. The dispatch
+modes of `torch.utils.checkpoint` and `torch.autograd.graph` are private, too. Tried on torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ _UNCHANGED = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Create ordinary tensors inside the context, even while a transform of `torch.func` or a checkpoint runs."""
+    """Create ordinary tensors inside the context, even while a transform of `torch.func` runs.
+
+    Selective checkpoints do not see the operations inside, either.
+    """
     if torch._C._functorch.peek_interpreter_stack() is None:
-        return outside_checkpoints()
+        return _without_checkpoints() if torch._C._len_torch_dispatch_stack() else _UNCHANGED
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 to 2.15)
 
     return temporarily_clear_interpreter_stack()
@@ -66,9 +69,6 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
 
     Such a checkpoint numbers the operations of a forward, keeps the results of some, and returns them in the
     recomputation by these numbers. A recomputation has fewer all-gathers, and would get results of other operations.
-
-    Raises:
-        RuntimeError: inside of `allow_mutation_on_saved_tensors`, which reads the freed memory of saved parameters.
     """
     return _without_checkpoints() if torch._C._len_torch_dispatch_stack() else _UNCHANGED
 
@@ -76,12 +76,6 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
 @contextmanager
 def _without_checkpoints() -> Iterator[None]:
     modes = _get_current_dispatch_mode_stack()
-    if any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in modes):
-        raise RuntimeError(
-            "a sharded module computes inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which copies "
-            "saved tensors before they are written: it would read the memory of parameters that is freed until "
-            "backward. Leave the context around this module, and clone what its in-place operations write to."
-        )
     others = [mode for mode in modes if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
     for _ in modes:
         _pop_mode()
@@ -94,6 +88,16 @@ def _without_checkpoints() -> Iterator[None]:
             _pop_mode()
         for mode in modes:
             _push_mode(mode)
+
+
+def copies_saved_tensors() -> bool:
+    """Return whether `allow_mutation_on_saved_tensors` copies tensors that autograd has saved before they are written.
+
+    It knows them by the addresses of their memory. If that was freed, copying it may end the process.
+    """
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        isinstance(mode, _CloneArgBeforeMutateMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def will_run(node: Any) -> bool:

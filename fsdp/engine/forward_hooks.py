@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fsdp.distributed.communicator import uncompiled
 from fsdp.engine.autograd import (
     backward_id,
+    copies_saved_tensors,
     differentiable_tensors,
     in_backward,
     in_transform,
@@ -79,6 +80,8 @@ class ForwardHooks:
             self.depth += 1
         else:
             self.depth = 1
+            if copies_saved_tensors():
+                self._refuse_copies()
             if not (lenders and self._unit.is_lent):  # else it has no part in this call
                 with outside_transforms():
                     runtime = self._unit.runtime or self._unit.ensure_runtime()
@@ -133,6 +136,14 @@ class ForwardHooks:
         """
         calls = calls_on(sys._getframe(1), {MODULE_CALL: self._module, ForwardHooks.around.__code__: self})
         return sum(1 for _ in islice(calls, 2)) == 2  # the first is the one that begins
+
+    def _refuse_copies(self) -> None:
+        if not all(handle.unsharded.is_shard for handle in self._unit.handles):
+            raise RuntimeError(
+                f"{self._unit.name} computes inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which "
+                "copies saved tensors before they are written: it would read memory of parameters that is freed until "
+                "backward. Leave the context around this module, and clone what its in-place operations write to."
+            )
 
     def _cast_inputs(self, inputs: Any) -> Any:
         unit, kind = self._unit, self._unit.precision.inputs

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.distributed.dtensor import local_part
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
-from tests.helpers.forms import FORMS, sharded
+from tests.helpers.forms import FORMS, assert_trains, sharded
 from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
@@ -443,7 +443,23 @@ def test_backward_finds_inputs_beside_sharded_ones() -> None:
 def test_torchs_copies_of_saved_tensors_before_they_are_written_are_refused(form: str) -> None:
     """They would read freed memory, which ends the process."""
     model = sharded(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), form, (nn.Linear,))
-    copies = torch.autograd.graph.allow_mutation_on_saved_tensors()
-    with copies, pytest.raises(RuntimeError, match=r"allow_mutation_on_saved_tensors.*Leave the context"):
+    with _copies(), pytest.raises(RuntimeError, match=r"allow_mutation_on_saved_tensors.*Leave the context"):
         model(torch.ones(2, 5))
     model(torch.ones(2, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1)
+def test_torchs_copies_of_saved_tensors_are_right_where_no_memory_is_freed(form: str) -> None:
+    def step(model: nn.Module, inputs: Tensor, number: int) -> None:
+        with _copies():
+            hidden = model(inputs)
+            out = hidden.square()
+            hidden.mul_(2)
+            out.sum().backward()
+
+    assert_trains(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), form, step, (nn.Linear,))
+
+
+def _copies() -> Any:
+    return torch.autograd.graph.allow_mutation_on_saved_tensors()
