@@ -32,12 +32,15 @@ def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
     alone = _without_shards(module)
     try:
         alone._save_to_state_dict(entries, "", True)
-    except Exception as error:  # noqa: BLE001 - it is the user's
+    except Exception as error:  # the method is the user's
+        if alone is module:
+            raise
         warnings.warn(
             f"{name} fails without sharded parameters, and no checkpoint has what it adds: {error}. {_REMEDY}",
             stacklevel=2,
         )
-    listed = module._parameters | module._buffers
+    buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    listed = module._parameters | buffers
     own = {id(each) for each in listed.values()}  # also under a former name
     added = {
         key: value for key, value in entries.items() if not (key in listed or key == "_extra_state" or id(value) in own)
@@ -49,10 +52,12 @@ def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
 
 
 def _without_shards(module: nn.Module) -> nn.Module:
-    """Return a module with the state of another one, except the sharded parameters, which have other values here."""
+    """Return the module, or one with the same state except its sharded parameters, of which this rank has a part."""
+    sharded = [name for name, one in module._parameters.items() if name in module.__dict__ or is_ours(one)]  # type: ignore[arg-type]
+    if not sharded:
+        return module
     found: nn.Module = object.__new__(type(module))
     found.__dict__.update(module.__dict__)
-    sharded = [name for name, one in module._parameters.items() if name in module.__dict__ or is_ours(one)]  # type: ignore[arg-type]
     found.__dict__["_parameters"] = {name: one for name, one in module._parameters.items() if name not in sharded}
     for name in sharded:
         found.__dict__.pop(name, None)

@@ -23,6 +23,7 @@ class Scaled(nn.Linear):
 
     def __init__(self, scale: float = 1.0, is_copied: bool = True) -> None:
         super().__init__(3, 3)
+        self.register_buffer("shift", torch.tensor(scale), persistent=False)
         self.scale, self._is_copied = torch.tensor([scale, -scale, float("nan")]), is_copied
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,10 +32,12 @@ class Scaled(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight.scale"] = self.scale.clone() if self._is_copied else self.scale
+        destination[f"{prefix}shift"] = self.shift
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         if self._is_copied:
             self.scale = state_dict.pop(f"{prefix}weight.scale")
+            self.shift = state_dict.pop(f"{prefix}shift")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -77,6 +80,25 @@ def test_they_are_saved_loaded_and_streamed(ranks: RankPool, tmp_path: Path, for
     fsdp.load(tmp_path / "run", plain)
     _assert_same(plain, _model(5.0))
     assert set(_names(tmp_path / "run")) == set(plain.state_dict())
+
+
+def test_checkpoints_without_them_load_if_that_is_asked_for(tmp_path: Path) -> None:
+    fsdp.save(tmp_path / "run", nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    model = _model(5.0)
+    with pytest.raises(RuntimeError, match=r"missing: .*1\.weight\.scale"):
+        fsdp.load(tmp_path / "run", model)
+    found = fsdp.load(tmp_path / "run", model, strict=False)
+    assert set(found.missing_keys) == {"1.weight.scale", "1.shift"}
+
+
+class Failing(nn.Linear):
+    def _save_to_state_dict(self, *args: Any) -> None:
+        raise ZeroDivisionError("of the user")
+
+
+def test_a_method_that_fails_on_a_plain_module_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        fsdp.save(tmp_path / "run", Failing(2, 2))
 
 
 class Forgetting(Scaled):
