@@ -102,9 +102,9 @@ def _two_machines(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _torchrun(port: int, number: int) -> list[str]:
-    # A machine counts as dead after eight seconds of silence, not fifteen (a busy one is silent for some), and nobody
-    # else is waited for.
-    hurry = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
+    # A machine counts as dead after eight seconds of silence, not fifteen (a busy one is silent for some). A second one
+    # is waited for as long as it may take to start: torch's agents wait in vain for one that misses the first meeting.
+    hurry = f"is_host={int(number == 0)},last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=8"
     places = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={hurry}"]
     numbers = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
     return [sys.executable, "-c", TORCHRUN, *numbers, *places]
