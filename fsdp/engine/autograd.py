@@ -15,15 +15,18 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.autograd import Variable
 from torch.autograd.graph import _CloneArgBeforeMutateMode, increment_version
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fsdp.distributed.communicator import uncompiled
@@ -53,41 +56,55 @@ _UNCHANGED = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Create ordinary tensors inside the context, even while a transform of `torch.func` runs.
-
-    Selective checkpoints do not see the operations inside, either.
-    """
+    """Create ordinary tensors inside the context, even while a transform of `torch.func` runs; see `outside_modes`."""
     if torch._C._functorch.peek_interpreter_stack() is None:
-        return _without_checkpoints() if torch._C._len_torch_dispatch_stack() else _UNCHANGED
+        return outside_modes()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 to 2.15)
 
     return temporarily_clear_interpreter_stack()
 
 
-def outside_checkpoints() -> AbstractContextManager[Any]:
-    """Hide operations inside the context from selective activation checkpoints.
+def outside_modes() -> AbstractContextManager[Any]:
+    """Hide what runs inside the context from function modes, and from selective activation checkpoints.
 
-    Such a checkpoint numbers the operations of a forward, keeps the results of some, and returns them in the
+    Function modes see each attribute that is read, also of parameters whose memory is freed: printing one would end the
+    process. A default device is such a mode as well, and stays.
+
+    A selective checkpoint numbers the operations of a forward, keeps the results of some, and returns them in the
     recomputation by these numbers. A recomputation has fewer all-gathers, and would get results of other operations.
     """
-    return _without_checkpoints() if torch._C._len_torch_dispatch_stack() else _UNCHANGED
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return _without_modes()
+    return _UNCHANGED
 
 
 @contextmanager
-def _without_checkpoints() -> Iterator[None]:
-    modes = _get_current_dispatch_mode_stack()
-    others = [mode for mode in modes if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
+def _without_modes() -> Iterator[None]:
+    dispatch, function = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
+    others = [mode for mode in dispatch if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
+    devices = [mode for mode in function if isinstance(mode, DeviceContext)]
+    with (
+        _replaced(function, devices, overrides._pop_mode, overrides._push_mode),
+        _replaced(dispatch, others, _python_dispatch._pop_mode, _python_dispatch._push_mode),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(
+    modes: Sequence[Any], others: Sequence[Any], pop: Callable[[], Any], push: Callable[[Any], None]
+) -> Iterator[None]:
     for _ in modes:
-        _pop_mode()
+        pop()
     for mode in others:
-        _push_mode(mode)
+        push(mode)
     try:
         yield
     finally:
         for _ in others:
-            _pop_mode()
+            pop()
         for mode in modes:
-            _push_mode(mode)
+            push(mode)
 
 
 def copies_saved_tensors() -> bool:
@@ -121,7 +138,11 @@ class _Edge(torch.autograd.Function):
 
 
 def accumulator_of(leaf: Tensor) -> Any:
-    """Return the node by which autograd adds to the gradient of a leaf of any class, of which it asks no operation."""
+    """Return the node by which autograd adds to the gradient of a leaf.
+
+    Unlike `torch.autograd.graph.get_gradient_edge`, it runs no operation on the leaf, whose memory may be freed while a
+    mode of a user sees operations, or whose class may have no such operation.
+    """
     with torch.enable_grad():
         edge: Any = _Edge.apply(leaf)
         return edge.grad_fn.next_functions[0][0]

@@ -23,7 +23,7 @@ from fsdp.engine.autograd import (
     differentiable_tensors,
     in_backward,
     in_transform,
-    outside_checkpoints,
+    outside_modes,
     outside_transforms,
     will_run,
 )
@@ -107,7 +107,7 @@ class ForwardHooks:
                 output = cast_floats(output, unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
-        with outside_checkpoints():
+        with outside_modes():
             unit.runtime.after_forward(unit, module, output, failed)
         return output
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.dtensor import local_part, memory_of, set_local_part
-from fsdp.engine.autograd import FreedLeaves
+from fsdp.engine.autograd import FreedLeaves, accumulator_of
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
@@ -118,7 +117,7 @@ class UnshardedParameters:
     @cached_property
     def accumulators(self) -> list[Any]:
         """The nodes by which autograd adds to the leaves' gradients; None for those without."""
-        return [get_gradient_edge(leaf).node if leaf.requires_grad else None for leaf in self.leaves]
+        return [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
         """Return memory ``[padded_numel]`` to all-gather into: the buffer's own if parameters lie there in that order.

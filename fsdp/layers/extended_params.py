@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import held_part, local_part, memory_of
 from fsdp.distributed.gather_extension import AFTER, BEFORE, PLAIN, around, inner_of, is_of_values
-from fsdp.engine.autograd import accumulator_of
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.rows_layout import RowsLayout
@@ -202,10 +201,6 @@ class ExtendedParameters(UnshardedParameters):
 
     def moved(self) -> list[int]:
         return []  # the class of a parameter decides what its ``.data`` is
-
-    @cached_property
-    def accumulators(self) -> list[Any]:  # of one that users' classes need no `view` for
-        return [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
 
     # Tensors that are made in inference may be used in training.
     @torch.inference_mode(False)
