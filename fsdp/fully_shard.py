@@ -22,6 +22,7 @@ from fsdp.distributed.communicator import behind, uncompiled
 from fsdp.distributed.devices import current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
+from fsdp.engine.autograd import outside_modes
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
@@ -361,7 +362,8 @@ class UnshardHandle:
     @uncompiled
     def wait(self) -> None:
         """Return when the module sees unsharded parameters (on CUDA: for work on the current stream)."""
-        self._unit.wait_for_unshard()
+        with outside_modes():
+            self._unit.wait_for_unshard()
 
 
 class GradientReductionHandle:
@@ -430,17 +432,19 @@ class FSDPModule(_Base):
         unit = _of(self)
         runtime_of(unit)
         on_demand.require_values_everywhere(unit, "unshard", recurse=False)
-        unit.unshard()
+        with outside_modes():
+            unit.unshard()
+        started = UnshardHandle(unit)
         if async_op:
-            return UnshardHandle(unit)
-        unit.wait_for_unshard()
+            return started
+        started.wait()
         return None
 
     @uncompiled
     def wait_for_unshard(self) -> None:
         """Return when an ``unshard(async_op=True)`` is done."""
         if _of(self).is_unsharding:
-            _of(self).wait_for_unshard()
+            UnshardHandle(_of(self)).wait()
 
     @uncompiled
     def reshard(self) -> None:

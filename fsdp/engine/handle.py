@@ -37,7 +37,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
 from fsdp.distributed.communicator import Tags, in_stage, labelled, own_rank
 from fsdp.distributed.gather_extension import gradient_values
 from fsdp.distributed.passes import Passes
-from fsdp.engine.autograd import InternalError
+from fsdp.engine.autograd import InternalError, outside_modes
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo, keep_gradients_in
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, check_gradient, divided
 from fsdp.engine.gradient_hooks import GradientHooks
@@ -673,11 +673,12 @@ class FlatParamHandle:
         """
         if self.presentation.is_exposed or self.phase is Phase.UNSHARDING:
             return  # kept, or not, when that ends; or the shard is being sent, and the next `unshard` stores it
-        self._absorb_places()
-        self._absorb_written()
-        if self.orig_params is not None:
-            self._absorb_shards(self.orig_params)
-        self.follow_frozen()
+        with outside_modes():
+            self._absorb_places()
+            self._absorb_written()
+            if self.orig_params is not None:
+                self._absorb_shards(self.orig_params)
+            self.follow_frozen()
 
     def _absorb_places(self) -> None:
         """Store the tensors that users have put in the places of parameters."""
@@ -765,8 +766,7 @@ class FlatParamHandle:
     def follow_shard(self) -> None:
         """Follow a shard that was moved or cast (`module.to(...)`): buffer and leaves are made anew."""
         shard, before = self.flat_param, self._built_for
-        *_, now = self.shard_state
-        if now == before:
+        if (now := self.shard_state[-1]) == before:
             return
         if shard.numel() != self.layout.shard_numel:
             raise RuntimeError(

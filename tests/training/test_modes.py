@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp
 from fsdp.engine.autograd import outside_modes
 from tests.helpers.forms import FORMS, assert_trains, sharded
 from tests.helpers.on_ranks import on_ranks
@@ -61,6 +63,28 @@ def _train(mode: Mode, model: nn.Module, x: Tensor, step: int) -> Tensor:
 @on_ranks("world_size")
 def test_a_mode_that_prints_all_arguments_meets_no_memory_that_is_freed(world_size: int, form: str, mode: str) -> None:
     assert_trains(Net, form, partial(_train, MODES[mode]), (nn.Linear,))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_the_same_for_calls_between_steps(tmp_path: Path, form: str, mode: str) -> None:
+    model = sharded(Net(), form, (nn.Linear,))
+    optimizer = torch.optim.Adam(model.parameters())
+    _train(MODES[mode], model, torch.ones(2, 5), 0)
+    with MODES[mode]():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        fsdp.save(tmp_path / "saved", model, optimizer)
+        fsdp.load(tmp_path / "saved", model, optimizer)
+        if form == "rows":
+            model.first.unshard()  # type: ignore[operator, union-attr]
+            model.first.reshard()  # type: ignore[operator, union-attr]
+            model.first.unshard(async_op=True).wait()  # type: ignore[operator, union-attr]
+        else:
+            with model.summon_full_params():  # type: ignore[operator]
+                pass
 
 
 @pytest.mark.parametrize("form", FORMS)
