@@ -182,11 +182,11 @@ def fully_shard(
     form = DTensorForm(spread, groups.replicas, shard_placement_fn, mp_policy)
     ignored = Ignored.of(replicated_in(one), ignored_params)
     places = {} if shard_placement_fn is None else placed_elsewhere(one, mesh, shard_placement_fn, ignored)
-    for inner, its_mesh in places.items():
-        _check_inside(inner, modules, its_mesh, mesh)
+    for inner, its_own in places.items():
+        _check_inside(inner, modules, its_own["mesh"], mesh)
         alike: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy, "placements": placements}
         alike |= {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
-        fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike)
+        fully_shard(inner, ignored_params=ignored_params, **its_own, **alike)
     unit, _ = shard_module(one, options, groups, None, ignored, form)
     for own in units_of(places):
         own.policy.part_of = unit

@@ -194,8 +194,11 @@ class DataParallelSpread:
 
 def placed_elsewhere(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Any], ignored: Ignored
-) -> dict[nn.Module, DeviceMesh]:
-    """Return the modules inside with parameters that a user's function puts on other meshes, and these meshes."""
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules inside with parameters that a user's function puts on other meshes, and the arguments there.
+
+    The arguments of `fully_shard` are the mesh, and its dimensions for data parallelism.
+    """
     found = {}
     for inner in module.modules():
         for param in inner._parameters.values():
@@ -203,7 +206,8 @@ def placed_elsewhere(
                 continue
             info = getattr(placement_of(param), "mesh_info", None)  # of torch's ShardPlacementResult
             if info is not None and info.mesh != mesh:
-                found[inner] = info.mesh
+                dims = getattr(info, "dp_mesh_dims", None)
+                found[inner] = {"mesh": info.mesh if dims is None else info.spmd_mesh, "dp_mesh_dims": dims}
     return found
 
 

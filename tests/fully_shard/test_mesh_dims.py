@@ -52,13 +52,13 @@ class OnAll(nn.Module):
     It computes on `DTensor`s, or on their local tensors: torch searches long for shardings of its operations.
     """
 
-    def __init__(self, mesh: DeviceMesh, dims: Any, hidden: int, is_local: bool, wrap: Wrap) -> None:
+    def __init__(self, mesh: DeviceMesh, dims: Any, hidden: int, is_local: bool, inputs: int, wrap: Wrap) -> None:
         super().__init__()
         self.mesh, self.is_local = mesh, is_local
         self.data = [name in (*dims.shard_names, *dims.replicate_names) for name in mesh.mesh_dim_names or ()]
-        layers = (nn.Linear(5, hidden), nn.Linear(hidden, 1))
+        layers = (nn.Linear(inputs, hidden), nn.Linear(hidden, 1))
         if is_local:
-            layers = (LocalLinear(self, 5, hidden), LocalLinear(self, hidden, 1))
+            layers = (LocalLinear(self, inputs, hidden), LocalLinear(self, hidden, 1))
         for layer, dim in zip(layers, (0, 1), strict=True):
             layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, self._placed(Replicate(), dim)))
             layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, self._placed(Replicate(), -dim)))
@@ -100,9 +100,16 @@ class LocalLinear(nn.Linear):
 
 
 def on_all(
-    mesh: DeviceMesh, dims: Any, wrap: Wrap = keep, *, hidden: int = 8, is_local: bool = True, seed: int = 0
+    mesh: DeviceMesh,
+    dims: Any,
+    wrap: Wrap = keep,
+    *,
+    hidden: int = 8,
+    is_local: bool = True,
+    inputs: int = 5,
+    seed: int = 0,
 ) -> Any:
-    return seeded(partial(OnAll, mesh, dims, hidden, is_local), wrap, seed)
+    return seeded(partial(OnAll, mesh, dims, hidden, is_local, inputs), wrap, seed)
 
 
 def data_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
@@ -151,6 +158,27 @@ def _other_dim(param: Any) -> Shard | None:
 @pytest.mark.parametrize("options", [{"shard_placement_fn": _other_dim}, {"reshard_after_forward": False}], ids=str)
 def test_options(ranks: RankPool, options: dict[str, Any]) -> None:
     ranks(4).run(partial(_train, **options), ("fsdp", "tp"), Dims("fsdp"))
+
+
+@pytest.mark.parametrize("replicate", [None, "rep"], ids=str)
+@on_ranks(4)
+def test_parameters_of_modules_inside_may_be_on_all_of_another_mesh(replicate: str | None) -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch before 2.13 has one mesh for each module")
+    init = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_init")
+    mesh, dims = mesh_with("dp"), Dims("dp")
+    inner, inner_dims = mesh_with(*filter(None, (replicate, "fsdp", "ep"))), Dims("fsdp", replicate)
+    infos = {mesh: init._get_mesh_info(mesh, dims), inner: init._get_mesh_info(inner, inner_dims)}
+
+    def place(param: Any) -> Any:
+        return common.ShardPlacementResult(Shard(0), infos[param.device_mesh])
+
+    def make(wrap: Wrap) -> nn.Module:
+        return wrap(nn.Sequential(on_all(inner, inner_dims), on_all(mesh, dims, inputs=1)))
+
+    options = {"mesh": mesh, "dp_mesh_dims": dims, "shard_placement_fn": place}
+    assert_side_by_side(Plan(make_model=make, task=REGRESSION, mesh=mesh), **options)
 
 
 @on_ranks(4)
