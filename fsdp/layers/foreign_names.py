@@ -222,9 +222,9 @@ def refuses_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Argum
 
     @functools.wraps(function)
     def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
-        for name in given:
-            if name in KEYWORDS:
-                raise TypeError(f"FullyShardedDataParallel has no argument {name}, which torch's has: {KEYWORDS[name]}")
+        found = [f"no argument {name}, which torch's has: {KEYWORDS[name]}" for name in given if name in KEYWORDS]
+        if found:
+            raise TypeError(f"FullyShardedDataParallel has {'. It has '.join(found)}")
         _warn_of_variables()
         return function(*args, **given)
 

@@ -61,6 +61,14 @@ def test_fsdp_shard_says_what_to_use_before_it_asks_for_units() -> None:
         fsdp.shard(nn.Linear(2, 3), auto_wrap_policy=None)  # type: ignore[call-arg]
 
 
+def test_one_error_names_all_arguments_that_only_fsdp1_has() -> None:
+    given = {"device_mesh": None, "use_orig_params": True, "limit_all_gathers": True}
+    with pytest.raises(
+        TypeError, match=r"device_mesh, .* as process_group\. It has no argument limit_all_gathers, .*leave"
+    ):
+        fsdp.shard(nn.Linear(1, 1), units={nn.Linear}, **given)
+
+
 def test_writeback_says_what_to_use() -> None:
     summon: Any = FullyShardedDataParallel.summon_full_params  # called on the class, as FSDP1's
     with pytest.raises(TypeError, match=r"no argument writeback, .*volatile=True is writeback=False"):
