@@ -40,6 +40,7 @@ from fsdp.layers.shard_module import WrapperForm, refuse_unwrappable, shard_modu
 from fsdp.layers.sharding_strategy import Groups, ProcessGroupName
 from fsdp.layers.shared_params import share
 from fsdp.layers.state_requests import LocalState, Progress, Saving, Summoning, require_shards
+from fsdp.layers.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 _GROUPS = ("process_group", "process_group_reduce_scatter")  # the process groups that users may assign
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Wrapper):
     """Train a module whose parameters, gradients and optimizer state are sharded over the ranks.
 
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
@@ -171,7 +172,6 @@ class FullyShardedDataParallel(nn.Module):
         form, over = WrapperForm(self._fsdp_wrapped_module, options, group_by), process_group_reduce_scatter
         unit, self.process_group_reduce_scatter = shard_module(module, options, groups, over, ignored, form)
         self._unit = unit
-        on_demand.forward_entries(self, self._unit)
         self._loading = on_demand.Loading(self, unit)
         if param_init_fn is not None:
             on_demand.materialize_unit(unit, param_init_fn)
@@ -286,17 +286,15 @@ class FullyShardedDataParallel(nn.Module):
         return callable(getattr(type(self.module.module), name, None))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        holder = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
         if name in _GROUPS and "_unit" in self.__dict__ and not on_demand.copying.is_missing(value):
             self.__dict__.update(on_demand.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
-        elif "_unit" in self.__dict__ and on_demand.is_forwarded(self, name):
-            setattr(self._unit.module, name, value)
-        elif isinstance(value, nn.Module) and holder is not None and name in holder.module._modules:
-            setattr(holder.module, name, value)  # where it is read from
         else:
             super().__setattr__(name, value)
+
+    def _wrapped(self) -> nn.Module | None:
+        return self._unit.module if "_unit" in self.__dict__ else None
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)
@@ -727,7 +725,6 @@ class FullyShardedDataParallel(nn.Module):
                 "there and save its state_dict(), or local_state_dict() with local_metadata_dict(), which load here."
             )
         super().__setstate__(state)
-        on_demand.forward_entries(self, self._unit)
         self._unit.wake()
 
     def __copy__(self) -> Self:
@@ -742,7 +739,6 @@ class FullyShardedDataParallel(nn.Module):
             memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        on_demand.forward_entries(copied, copied._unit)
         copied._unit.wake()
         return copied
 

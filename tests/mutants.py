@@ -104,7 +104,7 @@ CONCERNS = {
     "layers/sharding_strategy": "layers/sharding_strategy engine/hybrid",
     "layers/deferred_init": "layers/state_dict/meta* layers/state_dict/materialize* fully_shard/starts",
     "layers/extended_params": "fully_shard/pairs fully_shard/subclasses",
-    "layers/flatten_params_wrapper": "layers/flatten_params_wrapper",
+    "layers/flatten_params_wrapper layers/wrapper": "layers/flatten_params_wrapper layers/wrapper",
     "engine/kept_shard distributed/nested": "fully_shard/settings engine/placements_bytes engine/placements_training",
     "engine/placements": "engine/placements engine/placements_training",
     "layers/copying layers/merged_writes engine/names layers/state_requests": (

@@ -68,7 +68,7 @@ LOADED_AT_ONCE = {
     "placeholder placements policy precision presentation reduction rows_layout runtime schedule "
     "shard shard_values trees unit unit_backward unsharded_params usage user_attributes",
     "fsdp.layers.": "flatten_params_wrapper foreign_names lazy managed_params module_overrides on_demand options "
-    "shard_module sharding_strategy shared_params state_requests",
+    "shard_module sharding_strategy shared_params state_requests wrapper",
 }
 MAX_LOADED = 60
 

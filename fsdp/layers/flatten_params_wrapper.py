@@ -16,12 +16,13 @@ from fsdp.engine.originals import take_over
 from fsdp.engine.unit import unit_of
 from fsdp.engine.user_attributes import attributes_of, give_attributes
 from fsdp.layers.managed_params import collect, names_of
+from fsdp.layers.wrapper import Wrapper
 
 # The wrapped module keeps the views besides, as FairScale's does.
 _VIEWS = "_unflattened_param_views"
 
 
-class FlattenParamsWrapper(nn.Module):
+class FlattenParamsWrapper(Wrapper):
     """Store a module's parameters in flat parameters, and compute with views of them.
 
     The module's attributes become differentiable views of the flat parameters and are no longer parameters; state
@@ -81,7 +82,10 @@ class FlattenParamsWrapper(nn.Module):
         self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
         for name, flat_param in zip(self.flat_param_names, flat_params, strict=True):
             if is_listed:
-                self.register_parameter(name, flat_param)
+                nn.Module.register_parameter(self, name, flat_param)
+
+    def _wrapped(self) -> nn.Module | None:
+        return self._fpw_module if "flat_param_names" in self.__dict__ else None
 
     @staticmethod
     def _check_groups(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fsdp.layers import copying
     from fsdp.layers.deferred_init import require_values, require_values_everywhere
     from fsdp.layers.foreign_names import refuse_local_sgd
-    from fsdp.layers.forwarding import forward_entries, is_forwarded
     from fsdp.layers.grad_clipping import clip_by_norm, clip_by_value
     from fsdp.layers.pipelines import FSDPState, finalize_backward, refuse_separate_backwards
     from fsdp.layers.report import Report, last_report
@@ -51,7 +50,6 @@ _HOMES = {
     "fsdp.layers.copying": "",
     "fsdp.layers.deferred_init": "require_values require_values_everywhere",
     "fsdp.layers.foreign_names": "refuse_local_sgd",
-    "fsdp.layers.forwarding": "forward_entries is_forwarded",
     "fsdp.layers.grad_clipping": "clip_by_norm clip_by_value",
     "fsdp.layers.pipelines": "FSDPState finalize_backward refuse_separate_backwards",
     "fsdp.layers.report": "Report last_report",

@@ -1,0 +1,72 @@
+"""`Wrapper`: a module around another one, for which it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Wrapper(nn.Module):
+    """A module around another: names that are not its own are assigned, deleted and registered in the wrapped module.
+
+    There they are read, by that module's forward too, and saved. Beginning with an underscore, a name is the wrapped
+    module's only if it is registered there.
+    """
+
+    def _wrapped(self) -> nn.Module | None:
+        """Return the wrapped module; None before the wrapper is complete."""
+        raise NotImplementedError
+
+    def _module_of(self, name: str, value: Any = None) -> nn.Module | None:
+        """Return the wrapped module if an assignment to a name is meant for it, else None."""
+        if name in self.__dict__ or hasattr(type(self), name) or _has(self, name):
+            return None
+        inside = self._wrapped()
+        is_meant = inside is not None and (isinstance(value, (nn.Module, nn.Parameter)) or _knows(inside, name))
+        return inside if is_meant else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inside = self._module_of(name, value)
+        if inside is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(inside, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        inside = self._module_of(name)
+        if inside is None:
+            super().__delattr__(name)
+        else:
+            delattr(inside, name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer of the wrapped module."""
+        inside = self._wrapped()
+        register = super().register_buffer if inside is None else inside.register_buffer
+        register(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter of the wrapped module."""
+        inside = self._wrapped()
+        register = super().register_parameter if inside is None else inside.register_parameter
+        register(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Register a child of the wrapped module."""
+        inside = self._wrapped()
+        register = super().add_module if inside is None else inside.add_module
+        register(name, module)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Return whether a module has registered a name itself."""
+    return any(name in module.__dict__.get(kind, ()) for kind in ("_modules", "_parameters", "_buffers"))
+
+
+def _knows(module: nn.Module | None, name: str) -> bool:
+    while module is not None:
+        if _has(module, name) or (name in module.__dict__ and not name.startswith("_")):
+            return True
+        module = module._wrapped() if isinstance(module, Wrapper) else None
+    return False

@@ -1,0 +1,106 @@
+"""What is assigned to a wrapper, or registered with it, is found in the module that it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
+from tests.helpers.on_ranks import on_ranks
+
+# What stands for the wrapped module, as a function of this module.
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "wrapper": FullyShardedDataParallel,
+    "its module": FullyShardedDataParallel,
+    "original": lambda module: FullyShardedDataParallel(module, use_orig_params=True),
+    "wrapper of a wrapper": lambda module: FullyShardedDataParallel(FullyShardedDataParallel(module)),
+    "flat parameters": FlattenParamsWrapper,
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.activation = nn.Linear(3, 3), nn.Identity()
+        self.register_buffer("shift", torch.zeros(3))
+        self.scale = 1.0
+        self._is_used = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.layer(x)) * self.scale + self.shift
+
+
+X = torch.linspace(-1.0, 1.0, 12).view(4, 3)
+
+
+def _wrapped(name: str, module: nn.Module) -> tuple[Any, Any]:
+    """Return the model, and what stands for the module in it."""
+    model = WRAPPERS[name](module)
+    return model, model.module if name == "its module" else model
+
+
+around_module = pytest.mark.parametrize("name", WRAPPERS)
+
+
+@around_module
+@on_ranks(1)
+def test_what_the_module_has_is_assigned_to_it(name: str) -> None:
+    _, around = _wrapped(name, Scaled())
+    expected = around(X).relu() * 2 + 1
+    around.scale, around.shift, around.activation = 2.0, torch.ones(3), nn.ReLU()
+    assert torch.equal(around(X), expected)
+    assert {"scale", "shift", "activation"}.isdisjoint(around.__dict__)
+
+
+@around_module
+@on_ranks(1)
+def test_what_is_registered_is_the_modules_and_is_saved(name: str) -> None:
+    module = Scaled()
+    model, around = _wrapped(name, module)
+    around.register_buffer("late", torch.ones(2))
+    around.register_buffer("temporary", torch.ones(2), persistent=False)
+    around.register_module("norm", nn.BatchNorm1d(3, affine=False))
+    around.other = nn.Identity()
+    assert {"norm", "other"} <= module._modules.keys()
+    assert set(model.state_dict()) == {
+        *("layer.weight", "layer.bias", "shift", "late"),
+        *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
+    }
+
+
+@around_module
+@on_ranks(1)
+def test_what_is_deleted_is_deleted_from_the_module(name: str) -> None:
+    module = Scaled()
+    _, around = _wrapped(name, module)
+    del around.shift, around.scale
+    assert not hasattr(module, "shift")
+    assert not hasattr(module, "scale")
+    with pytest.raises(AttributeError, match="nothing"):
+        del around.nothing
+
+
+@around_module
+@on_ranks(1)
+def test_names_of_the_wrapper_and_new_ones_stay_with_it(name: str) -> None:
+    module = Scaled()
+    _, around = _wrapped(name, module)
+    around.training, around.comment, around._is_used = False, "new", True
+    assert (around.training, around.comment, around._is_used) == (False, "new", True)
+    assert (module.training, module._is_used, hasattr(module, "comment")) == (True, False, False)
+
+
+@on_ranks(1, 2)
+def test_a_parameter_is_assigned_to_the_module_and_a_new_one_is_an_error() -> None:
+    model = FullyShardedDataParallel(nn.Linear(3, 3, bias=False))
+    for holder in (model, model.module):
+        value = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+        holder.weight = nn.Parameter(value)
+        assert torch.equal(model(X), X @ value.T)
+    model.module.register_parameter("gain", nn.Parameter(torch.ones(3)))
+    with pytest.raises(RuntimeError, match="gain became a parameter after sharding"):
+        model(X)
