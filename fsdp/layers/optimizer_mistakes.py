@@ -141,9 +141,10 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
     if stale:
         raise RuntimeError(
             f"this {type(optimizer).__name__} was made before the model was sharded, or while it was unsharded: it "
-            f"holds parameters that get no gradients ({some_of(stale)}). Make it after sharding and between steps, "
-            "from the model's parameters(); or hand it over with the method reshard_optimizer of the outermost "
-            "FullyShardedDataParallel, which modules under fully_shard do not have."
+            f"holds parameters that get no gradients ({some_of(stale)}). Make it after sharding and between steps "
+            "(after the next forward, if parameters were assigned), from the model's parameters(); or hand it over "
+            "with the method reshard_optimizer of the outermost FullyShardedDataParallel, which modules under "
+            "fully_shard do not have."
         )
 
 
