@@ -35,7 +35,7 @@ from fsdp.layers import on_demand
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.layers.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
 from fsdp.layers.managed_params import GroupKey, reader_message
-from fsdp.layers.options import PUBLIC, Options
+from fsdp.layers.options import PUBLIC, SETTLED, Options
 from fsdp.layers.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.layers.sharding_strategy import Groups, ProcessGroupName
 from fsdp.layers.shared_params import share
@@ -290,6 +290,11 @@ class FullyShardedDataParallel(Wrapper):
             self.__dict__.update(on_demand.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
+        elif name in SETTLED and "_unit" in self.__dict__:
+            raise AttributeError(
+                f"{name} of a FullyShardedDataParallel is settled when the module is wrapped: pass {name}=... to the "
+                f"constructor. An attribute of the wrapped module is assigned as model.module.{name}."
+            )
         else:
             super().__setattr__(name, value)
 

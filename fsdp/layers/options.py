@@ -239,6 +239,7 @@ PUBLIC = frozenset(option.name for option in fields(Options)) - {
     "offload_folder",
     "keep_offload_files",
 }
+SETTLED = PUBLIC | {"reshard_after_forward", "sharding_strategy"}  # attributes of a wrapper that cannot be assigned
 
 
 def _precision(policy: Any, flags: dict[str, Any]) -> Precision:

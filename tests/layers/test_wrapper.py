@@ -104,3 +104,15 @@ def test_a_parameter_is_assigned_to_the_module_and_a_new_one_is_an_error() -> No
     model.module.register_parameter("gain", nn.Parameter(torch.ones(3)))
     with pytest.raises(RuntimeError, match="gain became a parameter after sharding"):
         model(X)
+
+
+@pytest.mark.parametrize(
+    "option", ["mixed_precision", "state_dict_device", "reshard_after_forward", "sharding_strategy"]
+)
+@on_ranks(1)
+def test_an_option_that_is_assigned_after_wrapping_is_an_error(option: str) -> None:
+    model = FullyShardedDataParallel(nn.Linear(3, 3))
+    before = getattr(model, option)
+    with pytest.raises(AttributeError, match=f"{option} of a FullyShardedDataParallel is settled when.* constructor"):
+        setattr(model, option, before)
+    assert getattr(model, option) == before
