@@ -35,7 +35,7 @@ from fsdp.layers import on_demand
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.layers.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
 from fsdp.layers.managed_params import GroupKey, reader_message
-from fsdp.layers.options import PUBLIC, SETTLED, Options
+from fsdp.layers.options import PUBLIC, SETTLED, Options, settled
 from fsdp.layers.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.layers.sharding_strategy import Groups, ProcessGroupName
 from fsdp.layers.shared_params import share
@@ -172,6 +172,7 @@ class FullyShardedDataParallel(Wrapper):
         form, over = WrapperForm(self._fsdp_wrapped_module, options, group_by), process_group_reduce_scatter
         unit, self.process_group_reduce_scatter = shard_module(module, options, groups, over, ignored, form)
         self._unit = unit
+        on_demand.forward_entries(self, self._unit)
         self._loading = on_demand.Loading(self, unit)
         if param_init_fn is not None:
             on_demand.materialize_unit(unit, param_init_fn)
@@ -291,10 +292,7 @@ class FullyShardedDataParallel(Wrapper):
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
         elif name in SETTLED and "_unit" in self.__dict__:
-            raise AttributeError(
-                f"{name} of a FullyShardedDataParallel is settled when the module is wrapped: pass {name}=... to the "
-                f"constructor. An attribute of the wrapped module is assigned as model.module.{name}."
-            )
+            raise settled(name)
         else:
             super().__setattr__(name, value)
 
@@ -730,6 +728,7 @@ class FullyShardedDataParallel(Wrapper):
                 "there and save its state_dict(), or local_state_dict() with local_metadata_dict(), which load here."
             )
         super().__setstate__(state)
+        on_demand.forward_entries(self, self._unit)
         self._unit.wake()
 
     def __copy__(self) -> Self:
@@ -744,6 +743,7 @@ class FullyShardedDataParallel(Wrapper):
             memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        on_demand.forward_entries(copied, copied._unit)
         copied._unit.wake()
         return copied
 

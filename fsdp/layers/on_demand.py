@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fsdp.layers import copying
     from fsdp.layers.deferred_init import require_values, require_values_everywhere
     from fsdp.layers.foreign_names import refuse_local_sgd
+    from fsdp.layers.forwarding import forward_entries
     from fsdp.layers.grad_clipping import clip_by_norm, clip_by_value
     from fsdp.layers.pipelines import FSDPState, finalize_backward, refuse_separate_backwards
     from fsdp.layers.report import Report, last_report
@@ -50,6 +51,7 @@ _HOMES = {
     "fsdp.layers.copying": "",
     "fsdp.layers.deferred_init": "require_values require_values_everywhere",
     "fsdp.layers.foreign_names": "refuse_local_sgd",
+    "fsdp.layers.forwarding": "forward_entries",
     "fsdp.layers.grad_clipping": "clip_by_norm clip_by_value",
     "fsdp.layers.pipelines": "FSDPState finalize_backward refuse_separate_backwards",
     "fsdp.layers.report": "Report last_report",

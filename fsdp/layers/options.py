@@ -242,6 +242,13 @@ PUBLIC = frozenset(option.name for option in fields(Options)) - {
 SETTLED = PUBLIC | {"reshard_after_forward", "sharding_strategy"}  # attributes of a wrapper that cannot be assigned
 
 
+def settled(name: str) -> AttributeError:
+    return AttributeError(
+        f"{name} of a FullyShardedDataParallel is settled when the module is wrapped: pass {name}=... to the "
+        f"constructor. An attribute of the wrapped module is assigned as model.module.{name}."
+    )
+
+
 def _precision(policy: Any, flags: dict[str, Any]) -> Precision:
     if isinstance(policy, Precision):
         return policy  # of `fully_shard`

@@ -61,7 +61,8 @@ class Wrapper(nn.Module):
 
 def _has(module: nn.Module, name: str) -> bool:
     """Return whether a module has registered a name itself."""
-    return any(name in module.__dict__.get(kind, ()) for kind in ("_modules", "_parameters", "_buffers"))
+    kinds = ("_modules", "_parameters", "_buffers")
+    return any(dict.__contains__(module.__dict__.get(kind, {}), name) for kind in kinds)
 
 
 def _knows(module: nn.Module | None, name: str) -> bool:

@@ -130,8 +130,8 @@ def test_a_rank_that_cannot_read_does_not_leave_the_others_waiting(tmp_path: Pat
 
 @on_ranks(2)
 def test_a_buffer_that_fits_on_some_ranks_only_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    save(tmp_path, other_values() | {"more": torch.ones(2)})
-    model = nested_mlp(fully_sharded())
+    save(tmp_path, {f"0.{name}": value for name, value in other_values().items()} | {"more": torch.ones(2)})
+    model = nn.Sequential(nested_mlp(fully_sharded()))  # ranks compare the buffers of wrappers before
     model.register_buffer("more", torch.zeros(2 + dist.get_rank()))
     before = model.state_dict()
     with pytest.raises(RuntimeError, match=r"more .*has shape \[2\], and the model's \[3\]"):

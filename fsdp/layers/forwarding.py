@@ -1,0 +1,49 @@
+"""`Forwarding` connects a wrapper's dictionaries of parameters and buffers to those of the wrapped module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fsdp.engine.unit import Unit
+
+_KINDS = ("_parameters", "_buffers")
+
+
+class Forwarding(dict[str, Any]):
+    """The ``_parameters`` or ``_buffers`` of a wrapper: it lists none, and finds and sets those of the wrapped module.
+
+    So `torch.func.functional_call` puts tensors in their places through the wrapper.
+    """
+
+    __slots__ = ("_kind", "_unit")  # an instance dictionary for each would be larger than the entries
+
+    def __init__(self, unit: Unit, kind: str) -> None:
+        super().__init__()
+        self._unit, self._kind = unit, kind
+
+    @property
+    def _wrapped(self) -> dict[str, Any]:
+        entries: dict[str, Any] = self._unit.module.__dict__[self._kind]
+        return entries
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._wrapped
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._wrapped:
+            return getattr(self._unit.module, name)
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._wrapped[name] = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, ()
+
+
+def forward_entries(wrapper: nn.Module, unit: Unit) -> None:
+    """Make a wrapper find and set the parameters and buffers of its unit's module."""
+    for kind in _KINDS:
+        wrapper.__dict__[kind] = Forwarding(unit, kind)
