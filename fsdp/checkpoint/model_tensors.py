@@ -290,12 +290,16 @@ def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
 
 
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
-    """Return all tensors of a model that files contain, sharded or not, each once with all its names."""
+    """Return all tensors of a model that files contain, sharded or not, each once with all its names.
+
+    A parameter whose modules were taken out of the model is in a shard, and has no name.
+    """
     paths_of = paths_in(model)
     sharded = [
-        SlotTensor([path + place.name for place in places for path in paths_of.get(place.module, ())], handle, slot)
+        SlotTensor(names, handle, slot)
         for handle in handles_of(units)
         for slot, places in enumerate(handle.places)
+        if (names := [path + place.name for place in places for path in paths_of.get(place.module, ())])
     ]
     devices = {module: unit.device for unit in units for module in own_modules(unit.module)}
     others: dict[int, UnshardedTensor] = {}

@@ -136,6 +136,9 @@ class Runtime:
         is_outermost = not call.recomputed and (not self._running or unit is self.root)
         if is_outermost:
             self._begin_forward(unit)
+            if unit.runtime is not self:  # the checks have found other units in the tree than before
+                unit.ensure_runtime().before_forward(unit, inputs)
+                return
         self._running.append(call)
         if is_outermost:
             self.passes.begin_forward(unit.name, unit.ranks, unit.mode)

@@ -97,6 +97,12 @@ class TreeChecks(Checks):
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp(DistributedDataParallel._active_ddp_module, self._root, self._handles)
         if torch.is_grad_enabled() and self._contents.have_changed():
+            units = [one for _, one in units_in(self._root)]
+            if units != self._units:  # a new runtime takes over, with checks of its own
+                for runtime in dict.fromkeys(one.runtime for one in units if one.runtime is not None):
+                    runtime.forget()
+                self._root.ensure_runtime()
+                return
             refuse_strangers(self._root.module, self._units)
             self._contents = Contents(self._root.module)
         if self._await_values or not self._has_compared_values:

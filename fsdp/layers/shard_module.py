@@ -110,11 +110,11 @@ def _new_runtime(root: Unit, bucket_bytes: int) -> Runtime:
 
 
 def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
-    """Detach units that were outermost until now, or the module's unit of an earlier wrapper, for a new unit."""
+    """Let runtimes find their units again, and detach the module's unit of an earlier wrapper, for a new unit."""
     for unit in units:
         if unit.module is module:
             unit.withdraw()
-        elif unit.runtime is not None and unit.runtime.root is unit:
+        elif unit.runtime is not None:
             unit.runtime.forget()
 
 

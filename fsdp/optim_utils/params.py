@@ -45,7 +45,7 @@ class Parameters:
                 for one in params_of(handle, paths, is_uncollected(unit, root)):
                     self._by_param[id(one.param)] = one
                     places |= {(handle, original.slot): (one, original) for original in one.originals}
-        numbered = [places[place] for unit in units for place in _in_order(unit)]
+        numbered = [places[place] for unit in units for place in _in_order(unit) if place in places]
         for name, param in wrapper.named_parameters():
             if not is_ours(param):
                 unsharded = Original(clean_name(name), param.shape)

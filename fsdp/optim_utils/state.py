@@ -153,17 +153,18 @@ class SteppedParam(OptimParam):
 def params_of(
     handle: FlatParamHandle, paths: Mapping[nn.Module, Sequence[str]], is_uncollected: bool = False
 ) -> list[OptimParam]:
-    """Return the optimizer's parameters of a flat parameter, by the `paths_in` a model."""
-    firsts = (places[0] for places in handle.places)
+    """Return the optimizer's parameters of a flat parameter, by the `paths_in` a model, of modules that are in it."""
+    firsts = [next((place for place in places if place.module in paths), None) for places in handle.places]
     kept = zip(firsts, handle.layout.slots, handle.flat_param.parts, strict=True)
     originals = tuple(
         Original(paths[first.module][0] + first.name, one.shape if part is None else part.shape, slot, part)
         for slot, (first, one, part) in enumerate(kept)
+        if first is not None
     )
     if handle.orig_params is None:
-        return [OptimParam(handle.flat_param, handle, originals, is_uncollected)]
-    listed = zip(handle.orig_params.params, originals, strict=True)
-    return [OptimParam(param, handle, (original,), is_uncollected) for param, original in listed]
+        return [OptimParam(handle.flat_param, handle, originals, is_uncollected)] if originals else []
+    params = handle.orig_params.params
+    return [OptimParam(params[original.slot], handle, (original,), is_uncollected) for original in originals]
 
 
 def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
