@@ -99,6 +99,7 @@ class TreeChecks(Checks):
         if torch.is_grad_enabled() and self._contents.have_changed():
             units = [one for _, one in units_in(self._root)]
             if units != self._units:  # a new runtime takes over, with checks of its own
+                self._root.require_idle("run units that were put into the model, or taken out,")
                 for runtime in dict.fromkeys(one.runtime for one in units if one.runtime is not None):
                     runtime.forget()
                 self._root.ensure_runtime()

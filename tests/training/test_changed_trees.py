@@ -121,6 +121,15 @@ def test_the_full_optimizer_state_of_a_model_that_was_changed(form: str) -> None
             assert_close(state["state"], expected, change.__name__)
 
 
+@pytest.mark.parametrize("form", ["flat", "orig"])
+@on_ranks(2)
+def test_units_that_were_added_are_not_run_inside_of_join_first(form: str) -> None:
+    both = _changed(form, _append, is_evaluated=False)
+    message = r"cannot run units that were put into the model.* inside fsdp.join"
+    with fsdp.join(both.model, both.optimizers[0]), pytest.raises(RuntimeError, match=message):
+        both.model(torch.ones(1, 5))
+
+
 def _changed(form: str, change: Callable[[Stack, Shard], None], *, is_evaluated: bool) -> Beside:
     both = Beside(Stack, form, (Block,))
     both.start()
