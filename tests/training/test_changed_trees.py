@@ -83,7 +83,7 @@ def _loss(model: nn.Module, inputs: Tensor, step: int) -> Tensor:
 
 @pytest.mark.parametrize("is_evaluated", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-@on_ranks(2)
+@on_ranks(2, 1, 3)
 def test_units_that_come_and_go_are_trained_and_clipped(form: str, is_evaluated: bool) -> None:
     for change in CHANGES:
         both = _changed(form, change, is_evaluated=is_evaluated)
