@@ -471,12 +471,12 @@ class Unit:
         )
 
     def begin_backward(self) -> None:
-        self.backward.begin(self.trained_handles)
         sync = self.policy.sync
         if sync is GradientSync.SHARDS and self.axes[1].world_size == 1:
             sync = GradientSync.FULL  # there is nothing to hold them for
         for handle in self.handles:
             handle.begin_backward(sync, self.policy.fills_unused)
+        self.backward.begin(self.trained_handles)  # which may have changed since the forward
 
     def expect_gradients(self) -> None:
         """Expect gradients anew: a backward comes to it again, by a re-entrant checkpoint or an output found late."""
