@@ -1,4 +1,4 @@
-"""`Wrapper`: a module around another one, for which it stands."""
+"""`Wrapper`: a module around another one, to which it passes on assignments and registrations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class Wrapper(nn.Module):
     """A module around another: names that are not its own are assigned, deleted and registered in the wrapped module.
 
-    There they are read, by that module's forward too, and saved. Beginning with an underscore, a name is the wrapped
-    module's only if it is registered there.
+    The forward of the wrapped module reads them there, and its state dict contains them. A private name (`_name`) is
+    assigned there only if the wrapped module has registered it.
     """
 
     def _wrapped(self) -> nn.Module | None:
@@ -19,7 +19,7 @@ class Wrapper(nn.Module):
         raise NotImplementedError
 
     def _module_of(self, name: str, value: Any = None) -> nn.Module | None:
-        """Return the wrapped module if an assignment to a name is meant for it, else None."""
+        """Return the wrapped module if a name is to be assigned or deleted there, else None."""
         if name in self.__dict__ or hasattr(type(self), name) or _has(self, name):
             return None
         inside = self._wrapped()
@@ -66,6 +66,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _knows(module: nn.Module | None, name: str) -> bool:
+    """Return whether a module, or one that it wraps, has a name."""
     while module is not None:
         if _has(module, name) or (name in module.__dict__ and not name.startswith("_")):
             return True
