@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,21 @@ def test_a_model_that_was_changed_is_saved_and_loaded(form: str, tmp_path: Path)
         fsdp.load(tmp_path / change.__name__, both.model, both.optimizers[0])
         both.step(_loss, 2)
         both.assert_equal()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1)
+def test_a_unit_that_was_taken_out_is_freed(form: str) -> None:
+    both = Beside(Stack, form, (Block,))
+    both.start()
+    both.step(_loss, 0)
+    model = inside(both.model)
+    removed = weakref.ref(next(module for module in model.layers[1].modules() if isinstance(module, Block)))
+    _drop(model, lambda module: module)
+    _loss(both.model, torch.ones(2, 5), 1)
+    both.optimizers = []  # they have its shards
+    gc.collect()
+    assert removed() is None
 
 
 @pytest.mark.parametrize("form", ["flat", "orig"])
