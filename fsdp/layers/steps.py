@@ -18,9 +18,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import ranks_of
+from fsdp.distributed.communicator import made_once_for_groups, ranks_of
 from fsdp.distributed.consensus import peers_answer
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import is_dtensor
@@ -89,6 +90,16 @@ class Part:
         return self._text
 
 
+_counts: dict[Any, int] = made_once_for_groups()  # how many trees of units were used, by the default group and ranks
+
+
+def _count(root: Unit) -> int:
+    """Return the number of a tree among those of its ranks, which all of them use in the same order."""
+    key = dist.group.WORLD, root.ranks
+    _counts[key] = _counts.get(key, 0) + 1
+    return _counts[key]
+
+
 class Steps:
     """The steps of the optimizers of a model on this rank.
 
@@ -114,16 +125,14 @@ class Steps:
         self._rests: dict[FlatParamHandle, Rest | None] = {}  # of the shards that were stepped; None: not watched
         self._looked_at: int | None = None  # the number of backwards before the last look at all of these
         self._of_replicas: dict[Any, Journal] = {}  # by the group of ranks
-        for handle in self.handles if peers_answer(self.root.everyone) else ():
-            ways = ((handle.comm, handle.tags.gather), (handle.replicas, handle.tags.replica))
-            # Tags are of a group, and a model before this one may have had a group of the same ranks.
-            tags = [f"{getattr(comm.group, 'group_name', '')}:{tag}" for comm, tag in ways if comm.world_size > 1]
-            name = " ".join(tags)
-            if tags and self._journal is None and self.root.comm in (handle.comm, handle.replicas):
-                self._journal = Journal(f"steps {name}", self.root.ranks, _STEPS_DIFFER, _CHANGES_DIFFER)
+        number = _count(self.root) if peers_answer(self.root.everyone) else 0
+        for handle in self.handles if number else ():
+            comms = handle.comm, handle.replicas
+            if self._journal is None and self.root.comm in comms and any(comm.world_size > 1 for comm in comms):
+                self._journal = Journal(f"steps {number}", self.root.ranks, _STEPS_DIFFER, _CHANGES_DIFFER)
             if handle.is_replicated and handle.replicas.group not in self._of_replicas:
                 ranks = ranks_of(handle.replicas.group)
-                self._of_replicas[handle.replicas.group] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER)
+                self._of_replicas[handle.replicas.group] = Journal(f"shards {number}", ranks, _REPLICAS_DIFFER)
         self.journals = [*filter(None, [self._journal]), *self._of_replicas.values()]
 
     @property

@@ -210,6 +210,21 @@ def test_models_over_different_meshes_of_the_same_ranks_are_not_compared_with_ea
     gc.collect()
 
 
+@on_ranks(4)
+def test_ranks_of_a_mesh_keep_the_same_journals() -> None:
+    before = {each.name for each in list(journals)}
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": init_device_mesh("cpu", (2, 2))}
+    model: Any = FullyShardedDataParallel(nn.Linear(4, 4), **options)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kept: list[Any] = [None] * 4
+    dist.all_gather_object(kept, [(each.name, each.ranks) for each in list(journals) if each.name not in before])
+    for rank, of_rank in enumerate(kept):
+        assert sorted(len(ranks) for _, ranks in of_rank) == [2, 4]
+        for name, ranks in of_rank:
+            assert rank in ranks
+            assert all((name, ranks) in kept[other] for other in ranks)
+
+
 @on_ranks(2)
 def test_models_over_different_groups_of_the_same_ranks_are_not_compared_with_each_other() -> None:
     before, models = {each.name for each in list(journals)}, []
