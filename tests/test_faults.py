@@ -31,7 +31,7 @@ QUICK = {
     "other versions",
     "two jobs",
 }
-REPORTED = {"reduction", "clipping", "step", "summon", "cond", "join", "hybrid", "fully_shard", "offload to disk"}
+REPORTED = {"reduction", "clipping", "step", "cond", "join", "hybrid", "fully_shard", "offload to disk"}
 
 
 def is_quick(phase: str, fault: Fault) -> bool:

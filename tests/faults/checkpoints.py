@@ -182,7 +182,7 @@ FAULTS = {
         background_save("no space left", "disk", while_writing(raises(FULL)),
             rank="rank 1 could not", unit="saved", by="others", after="train"),
         background_save("killed while writing", "SIGKILL", while_writing(ends_by(signal.SIGKILL)),
-            rank=GONE, remedy=KEPT, ends="SIGKILL"),
+            rank=GONE, remedy=KEPT + "|Look at what this rank has printed", ends="SIGKILL"),  # others may train already
         background_save("an error in the training meanwhile", "exceptions", raises(ValueError("a bad batch")),
             at="forward 3", rank=f"{ENDED} ValueError: a bad batch", by="others"),
         background_save("a slow disk", "slow ranks", while_writing(sleeps(4)), quiet=True, after="trained"),
