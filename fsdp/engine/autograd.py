@@ -107,6 +107,15 @@ def _replaced(
             push(mode)
 
 
+def unpacks_saved_tensors() -> Any:
+    """Return the function that will return to autograd what it saves now, as of a checkpoint; None if it keeps that.
+
+    It lives for as long as a graph has tensors that were saved by it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[1]
+
+
 def copies_saved_tensors() -> bool:
     """Return whether `allow_mutation_on_saved_tensors` copies tensors that autograd has saved before they are written.
 

@@ -25,6 +25,7 @@ from fsdp.engine.autograd import (
     in_transform,
     outside_modes,
     outside_transforms,
+    unpacks_saved_tensors,
     will_run,
 )
 from fsdp.engine.call_stack import MODULE_CALL, calls_on
@@ -206,6 +207,9 @@ class Call:
         self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
         self.in_full_precision = False  # it computed in the shards' own dtype
         self.will_pass = False  # backward goes on through its inputs, and the runtime is told when it has passed them
+        self.references = 0  # of its graph to the memory of the unsharded parameters
+        self.checkpoints: list[weakref.ref[Any]] = []  # around units inside; they live until backward has passed them
+        self._unpack_id = 0  # tells a checkpoint in it from one around it, while it runs
         self.ends_at: list[list[bool]] | None = None  # the parameters that it ends at, if the inputs were looked at
         self._input_nodes: list[Any] = []  # whose gradients the runtime is told of
         self._upstream: set[Any] = set()  # these, and those of the tensors that the inputs are views of
@@ -213,6 +217,14 @@ class Call:
         self._input_backward, self._missing_inputs = -1, 0
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
         self.backward: object = None  # the last one that has come to its outputs
+
+    def begin(self, around: Call | None) -> None:
+        """The module computes from now on, in the forward of a call `around` it."""
+        self.references = -self.unit.references
+        unpack = unpacks_saved_tensors()
+        self._unpack_id = id(unpack)
+        if around is not None and unpack is not None and self._unpack_id != around._unpack_id:
+            around.checkpoints.append(weakref.ref(unpack))
 
     def watch_inputs(self, inputs: Any) -> None:
         """Report to the runtime when backward has the gradients of the inputs, if it computes any."""
@@ -239,6 +251,7 @@ class Call:
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.in_full_precision = self.unit.in_full_precision
         self.shards = [handle.state_in_use for handle in self.unit.handles]
+        self.references += self.unit.references
         if self._upstream and not self._upstream.isdisjoint(_nodes_of(tensors)):
             # An output is an input or a view of it, so hooks of the outputs would make the cycle of the class.
             self._input_nodes, self._upstream = [], set()

@@ -81,6 +81,7 @@ class Runtime:
         self._usage = Usage()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._waiting: list[Unit] = []  # they have all gradients, and something in the backward reads them yet
         self._left: list[FlatParamHandle] = []  # copies of the last forward; no backward has run since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
         self._outermost = root  # the unit whose forward was called last by the user
@@ -159,9 +160,11 @@ class Runtime:
             if unit.precision.full_in_eval:
                 unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
-        # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
-        if torch.is_grad_enabled() and unit.has_frozen_handle:
-            call.watch_inputs(inputs)
+        if torch.is_grad_enabled():
+            call.begin(around=self._running[-2] if len(self._running) > 1 else None)
+            # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
+            if unit.has_frozen_handle:
+                call.watch_inputs(inputs)
         for notify in unit.observers.forward:
             notify(unit, inputs)
 
@@ -226,6 +229,9 @@ class Runtime:
             asked = unit.policy.backward_prefetch if is_backward else unit.policy.forward_prefetch
             if asked is not None:
                 ahead, started = asked, len(asked)
+        for one in {unit, *ahead}.intersection(self._waiting):
+            one.reshard()  # as other ranks may have done already: all gather it now
+            self._waiting.remove(one)
         is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
         if is_needed:
             unit.unshard()
@@ -379,8 +385,11 @@ class Runtime:
                 TrainingState.BACKWARD_POST
             )  # of calls in the other precision, which has leaves of its own
             unit.expect_gradients()
-        if call.backward is not self._backward:
+        if is_new := call.backward is not self._backward:
             call.backward = self._backward
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                self._free_after_backward(one)
             self.passes.reach(unit.name)
             if self.participation is not None:
                 self.participation.reach(call)
@@ -397,6 +406,8 @@ class Runtime:
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.transition_to(TrainingState.BACKWARD_PRE)
             self._unshard_for_backward(unit)
+        if is_new:
+            backward.await_reads(unit.references, call.references, call.checkpoints)
         if call.shards != [handle.state_in_use for handle in unit.handles]:
             raise changed_before_backward(unit)
         for notify in unit.observers.backward:
@@ -432,6 +443,7 @@ class Runtime:
     def _begin_backward(self, *, brings_nothing: bool = False) -> None:
         self._leaves_graph = self._leaves_graph and retains_graph()
         self._backward_order.begin()
+        self._waiting.clear()
         for unit in self.units:
             unit.begin_backward()
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.is_reduced]
@@ -509,6 +521,9 @@ class Runtime:
         if unit.has_frozen_handle and unit.contains_units:
             return  # frozen parameters may be on the way to the gradients of the units inside
         if unit.frees_after_backward:
+            if unit.backward.reads_on(unit.references) and not retains_graph():
+                self._waiting.append(unit)
+                return
             unit.reshard()
             if unit.state is not TrainingState.BACKWARD_POST:
                 unit.transition_to(TrainingState.BACKWARD_POST)

@@ -464,6 +464,11 @@ class Unit:
         return self.policy.reshard_after_forward and not (is_root and self.policy.keeps_as_root)
 
     @property
+    def references(self) -> int:
+        """Return how many tensors have the memory of its unsharded parameters."""
+        return sum(map(_references_of, self.handles))
+
+    @property
     def frees_after_backward(self) -> bool:
         """Return whether it is resharded after a backward; while gradients accumulate, only if it is after forward."""
         return self.policy.reshard_after_backward and (
@@ -567,6 +572,9 @@ def changed_before_backward(unit: Unit) -> RuntimeError:
         "backward, so gradients would belong to neither the old nor the new values. Run backward before the change, or "
         "forward again after it."
     )
+
+
+_references_of = operator.attrgetter("unsharded.references")
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:

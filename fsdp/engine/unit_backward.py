@@ -8,7 +8,7 @@ unit in backward follows its calls.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class UnitBackward:
         self.oldest = self.reached = 0
         self.missing: set[FlatParamHandle] = set()
         self.complete: set[FlatParamHandle] = set()
+        self._elsewhere: int | None = None  # references to unsharded parameters besides those of calls that it came to
+        self._checkpoints: list[weakref.ref[Any]] = []  # of these calls
         self._inside: set[int] = set()  # calls: backward has come to their outputs, and not to their inputs
         self._made = self._before_backward = 0
         self._pending: dict[int, weakref.ref[Any]] = {}  # calls that no backward has come to, the oldest first
@@ -55,11 +57,33 @@ class UnitBackward:
         self.complete.clear()
         self.missing = set(handles)
         self._inside.clear()
+        self._elsewhere = None
+        self._checkpoints = []
 
     def reach(self, number: int) -> None:
         """Record that backward has come to a call."""
         self._pending.pop(number, None)
         self.reached = max(self.reached, self._age(number))
+
+    def await_reads(self, references: int, of_call: int, checkpoints: Sequence[weakref.ref[Any]]) -> None:
+        """Record what of a call that backward has come to will read parameters, perhaps after it has their gradients.
+
+        Args:
+            references: to the memory of the unsharded parameters, which are here.
+            of_call: those of the call's graph.
+            checkpoints: of the call, see `Call`.
+        """
+        self._elsewhere = (references if self._elsewhere is None else self._elsewhere) - of_call
+        self._checkpoints += checkpoints
+
+    def reads_on(self, references: int) -> bool:
+        """Return whether backward will read parameters again in calls that it has come to, given the references now.
+
+        Operations on detached parameters have saved them, or a checkpoint around inner units is not recomputed yet.
+        """
+        if self._elsewhere is not None and references > self._elsewhere:
+            return True
+        return bool(self._checkpoints) and any(checkpoint() is not None for checkpoint in self._checkpoints)
 
     def await_inputs(self, number: int) -> None:
         """Record that backward continues through the inputs of a call that it has come to, until `leave`."""

@@ -180,6 +180,11 @@ class UnshardedParameters:
         """Return whether a tensor's memory is the buffer's, and will be freed."""
         return not self.is_shard and memory_of(tensor) == self.full.untyped_storage().data_ptr()
 
+    @property
+    def references(self) -> int:
+        """Return how many tensors have the buffer's memory: its own, and those that graphs have saved."""
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
+
     def name_unit(self, unit: str) -> None:
         """Let the placeholders say which unit they belong to."""
         for name, placeholder in self._placeholders.items():

@@ -23,7 +23,7 @@ FORMS = ["flat", "orig", "rows"]
 def sharded(model: nn.Module, form: str, units: tuple[type[nn.Module], ...] = (), **options: Any) -> Any:
     """Shard a model in a form; modules of the classes `units` become units, and so does the model."""
     if form == "rows":
-        for module in list(model.modules()):
+        for module in reversed(list(model.modules())):  # inner ones first
             if isinstance(module, units) and module is not model:
                 fully_shard(module, **options)
         return fully_shard(model, **options)
