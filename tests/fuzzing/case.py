@@ -59,6 +59,7 @@ FURTHER = (
     "torch_state",
     "pickle_model",
 )
+LATEST = ("add_unit", "remove_unit", "replace_unit", "follow")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Case:
     frozen: bool  # some parameters are, from the beginning
     mixed: bool  # some parameters are float32
     operations: list[str]
+    recomputed: float  # the share of blocks that keep their inputs only
     device: str = "cpu"
 
     @classmethod
@@ -87,6 +89,11 @@ class Case:
         options |= _more_wrapper_options(more, options, world_size) if door == "wrapper" else _more_shard_options(more)
         for _ in range(more.randint(0, 3)):
             operations.insert(more.randint(0, len(operations)), more.choice(FURTHER))
+        latest = random.Random(f"latest of case {seed}")
+        for _ in range(latest.choice((0, 0, 1, 2))):
+            operations.insert(latest.randint(0, len(operations)), latest.choice(LATEST))
+        if door == "wrapper" and latest.random() < 0.15:
+            options["cpu_offload"] = True
         return cls(
             seed,
             world_size,
@@ -98,6 +105,7 @@ class Case:
             frozen=rng.random() < 0.3,
             mixed=rng.random() < 0.2,
             operations=["train", *operations, "train"],
+            recomputed=latest.choice((0.0, 0.0, 0.0, 0.4)),
             device=device,
         )
 

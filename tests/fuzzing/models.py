@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from fsdp import checkpoint_wrapper
+
 if TYPE_CHECKING:
     from tests.fuzzing.case import Case
 
@@ -180,6 +182,7 @@ class Around(nn.Module):
         return self.inner(x, flags) + 0.1 * slope
 
 
+BLOCKS = (Leaf, Bare, Scale, Convolution, Lookup, Tied, Optional, Penalty, Chain, Around)
 WAYS = ("residual", "twice", "recomputed", "in_place", "by_keyword", "frozen_input", "energy")
 
 
@@ -197,6 +200,11 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, flags: Flags) -> Tensor:
         return self.exit(self.chain(torch.tanh(self.entry(x)) + 0.1, flags)).asinh()
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether backward computes a part of the forward again."""
+    return any(getattr(one, "way", "") == "recomputed" or "forward" in vars(one) for one in model.modules())
 
 
 def plain_model(case: Case) -> Model:
@@ -232,6 +240,10 @@ def plain_model(case: Case) -> Model:
 
     model = Model(Chain([tree(2) for _ in range(rng.randint(1, 4))]), width)
     model.optional = next(optional)
+    chosen = random.Random(f"recomputed {case.seed}")
+    for module in model.chain.modules():
+        if isinstance(module, BLOCKS) and chosen.random() < case.recomputed:
+            checkpoint_wrapper(module)
     for module in model.modules():
         if case.mixed and isinstance(module, Scale):
             module.float()

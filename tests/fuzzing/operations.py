@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp
-from fsdp import FSDPModule, optim_utils
+from fsdp import FSDPModule, FullyShardedDataParallel, optim_utils
 from tests.fuzzing.case import OPTIMIZERS
-from tests.fuzzing.models import plain_model
+from tests.fuzzing.models import Leaf, plain_model, recomputes
 from tests.fuzzing.pair import Chosen, Pair, pairs_of, whole
-from tests.fuzzing.sharding import shard
+from tests.fuzzing.sharding import front_door, shard
 
 
 def train(pair: Pair) -> None:
@@ -76,8 +76,7 @@ def toggle(pair: Pair) -> None:
     listed = [each for each in pairs_of(pair.sharded, pair.plain) if pair.rng.random() < 0.5]
     frozen = {pair.sharded: [one for one, _ in listed], pair.plain: [twin for _, twins in listed for twin in twins]}
     order, reference = pair.rng.choice(("together", "first", "second", "backward")), pair.rng.random() < 0.3
-    recomputes = any(getattr(module, "way", "") == "recomputed" for module in pair.plain.modules())
-    if recomputes or not pair.is_trained:
+    if recomputes(pair.plain) or not pair.is_trained:
         return  # torch refuses to compute again what saves other tensors than before, as what is frozen does
 
     def run(model: Any, rank: int, share: float) -> Tensor:
@@ -454,6 +453,8 @@ def restart(pair: Pair) -> None:
     """Training goes on from files, with a model that was made on the meta device, perhaps with other units."""
     with torch.device("meta"):
         plain = plain_model(pair.case)
+        for change in pair.changes:
+            change(plain.chain.blocks, Leaf(nn.Linear(*pair.plain.exit.weight.shape[1:] * 2)))
     params, twins = list(plain.parameters()), list(pair.plain.parameters())
     if len(params) < len(twins):
         return  # the twin's move to the simulated device has made two parameters of one
@@ -533,6 +534,49 @@ def pickle_model(pair: Pair) -> None:
         wrapper.process_group = dist.group.WORLD
     pair.plain = copy.deepcopy(pair.plain)
     pair.renew_optimizers()
+
+
+def add_unit(pair: Pair) -> None:
+    """The model grows by a unit."""
+    _change_tree(pair, lambda blocks, block: blocks.append(block))
+
+
+def remove_unit(pair: Pair) -> None:
+    """A unit is taken out of the model."""
+    last, units = len(pair.plain.chain.blocks) - 1, _units_among(pair.inner.chain.blocks)
+    # `metadata()`, by which a flat parameter is compared, has the names of when its module was wrapped.
+    units = [number for number in units if set(range(number, last + 1)) <= set(units)]
+    if last > 0 and units:
+        number = pair.rng.choice(units)
+        _change_tree(pair, lambda blocks, block: blocks.pop(number))
+
+
+def replace_unit(pair: Pair) -> None:
+    """A unit is replaced by another one."""
+    if units := _units_among(pair.inner.chain.blocks):
+        number = pair.rng.choice(units)
+        _change_tree(pair, lambda blocks, block: blocks.__setitem__(number, block))
+
+
+def _units_among(blocks: nn.ModuleList) -> list[int]:
+    return [number for number, block in enumerate(blocks) if isinstance(block, (FSDPModule, FullyShardedDataParallel))]
+
+
+def _change_tree(pair: Pair, change: Callable[[nn.ModuleList, nn.Module], Any]) -> None:
+    width = pair.plain.exit.weight.shape[1]
+    torch.manual_seed(pair.step + 99)
+    block = Leaf(nn.Linear(width, width)).to(pair.case.device)
+    change(pair.inner.chain.blocks, front_door(pair.case)(copy.deepcopy(block)))
+    change(pair.plain.chain.blocks, block)
+    pair.changes.append(change)
+    pair.renew_optimizers()
+    pair.fill_unused(pair.fills_unused)
+
+
+def follow(pair: Pair) -> None:
+    """A step that is traced."""
+    with _folder() as folder, fsdp.trace(pair.sharded, f"{folder}/trace.json"):
+        train(pair)
 
 
 def _step_by(pair: Pair, run: Callable[[Any, int, float], Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ class Pair:
     rng: random.Random
     step: int = 0
     fills_unused: bool = False  # parameters that no rank has used get zeros
+    changes: list[Callable[[nn.ModuleList, nn.Module], Any]] = field(default_factory=list)  # of the chain's blocks
     optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:

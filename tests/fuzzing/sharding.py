@@ -22,21 +22,7 @@ from fsdp import (
     fully_shard,
 )
 from tests.fuzzing.case import Case
-from tests.fuzzing.models import (
-    Around,
-    Bare,
-    Chain,
-    Convolution,
-    Leaf,
-    Lookup,
-    Model,
-    Optional,
-    Penalty,
-    Scale,
-    Tied,
-)
-
-UNITS = (Leaf, Bare, Scale, Convolution, Lookup, Tied, Optional, Penalty, Chain, Around)
+from tests.fuzzing.models import BLOCKS, Bare, Leaf, Model
 
 
 def shard(case: Case, model: Model, again: int = 0) -> Any:
@@ -48,7 +34,7 @@ def shard(case: Case, model: Model, again: int = 0) -> Any:
         for name, child in module.named_children():
             inside(child)
             # Each is called whenever what is around it is, so all ranks run the same units.
-            is_unit = isinstance(child, UNITS) or isinstance(module, (Leaf, Bare))
+            is_unit = isinstance(child, BLOCKS) or isinstance(module, (Leaf, Bare))
             if is_unit and rng.random() < case.wrapped and any(True for _ in _untaken(child)):
                 setattr(module, name, wrap(child))
 
