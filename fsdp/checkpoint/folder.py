@@ -43,7 +43,9 @@ def place_of(path: str | os.PathLike[str] | None) -> str:
 def found(path: str | os.PathLike[str]) -> str | None:
     """Return the complete checkpoint at a path: the folder, or a folder that a killed save has left there, or None."""
     place = os.path.realpath(path)
-    return next((folder for folder in (place, place + SAVING, place + REPLACED) if _is_complete(folder)), None)
+    # The path itself again in the end: a running save may have renamed its folder to it since.
+    folders = place, place + SAVING, place + REPLACED, place
+    return next((folder for folder in folders if _is_complete(folder)), None)
 
 
 def is_left_behind(folder: str | os.PathLike[str]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -171,8 +171,12 @@ def load(
         agree_on(ranks, "settings to load a checkpoint", settings)
     if not weights and optimizer is None:
         raise ValueError("fsdp.load(weights=False) loads an optimizer only, and none was given: pass the optimizer")
-    opened = done_by_all(everyone, f"open the checkpoint {path}", lambda: _opened(path, model, optimizer))
-    with closing(opened) as source:
+    with ExitStack() as stack:
+        source = done_by_all(
+            everyone,
+            f"open the checkpoint {path}",
+            lambda: stack.enter_context(closing(_opened(path, model, optimizer))),
+        )
         for ranks in everyone:  # all must have opened the same checkpoint
             agree_on(ranks, "checkpoints", source.identity, source.path)
 

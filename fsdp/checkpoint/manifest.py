@@ -7,8 +7,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, crc32, of_tensor
 from fsdp.checkpoint.folder import MANIFEST, found, place_of, steps
@@ -22,6 +23,8 @@ VERSION = 1
 _FORMAT = "fsdp checkpoint"
 _STEMS = ("model", "optimizer")
 _KEYS = ("world_size", *_STEMS, "optimizer_rest", "extra", "generators", "values")
+_ATTEMPTS = 10  # to open a checkpoint that is replaced meanwhile
+_Found = TypeVar("_Found")
 _FILE = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
@@ -191,13 +194,16 @@ def _is_count(value: Any) -> bool:
 
 def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> Source:
     """Open a folder that `fsdp.save` has written. Data is compared with its checksums while it is read."""
-    folder = complete(path)
-    found, digest = _read(folder)
-    sets = {stem: found.pop(stem) for stem in _STEMS}
-    if not with_optimizer or sets["optimizer"] is None:
-        sets["optimizer"] = found["optimizer_rest"] = None
-    opened = {stem: each and each.opened_in(folder) for stem, each in sets.items()}
-    return Source("fsdp", folder, **opened, **found, identity=digest)
+
+    def look(folder: str, stack: ExitStack) -> Source:
+        found, digest = _read(folder)
+        sets: dict[str, TensorFiles | None] = {stem: found.pop(stem) for stem in _STEMS}
+        if not with_optimizer or sets["optimizer"] is None:
+            sets["optimizer"] = found["optimizer_rest"] = None
+        opened: dict[str, Any] = {stem: each and _held(each, folder, stack) for stem, each in sets.items()}
+        return Source("fsdp", folder, **opened, **found, identity=digest)
+
+    return _steadily(path, look)
 
 
 def examine_ours(
@@ -209,21 +215,68 @@ def examine_ours(
         The number of bytes of its tensors, which is also passed to `start` before they are read, and a description of
         the check.
     """
-    folder = complete(path)
-    content, opened = _read(folder)[0], list[CheckedFiles]()
-    for each in filter(None, (content[stem] for stem in _STEMS)):
-        found = list(each.damaged_heads(folder))
-        problems += found
-        try:
-            opened += [] if found else [each.opened_in(folder)]
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
+
+    def look(folder: str, stack: ExitStack) -> tuple[list[str], list[CheckedFiles]]:
+        content, opened, found = _read(folder)[0], list[CheckedFiles](), list[str]()
+        for each in filter(None, (content[stem] for stem in _STEMS)):
+            heads = list(each.damaged_heads(folder))
+            found += heads
+            try:
+                opened += [] if heads else [_held(each, folder, stack)]
+            except (ValueError, OSError) as error:
+                found.append(str(error))
+        return found, opened
+
+    found, opened = _steadily(path, look)
+    problems += found
     nbytes = sum(files.nbytes for files in opened)
     advance = start(nbytes)
     for files in opened:
         with files:
             problems += files.damaged(advance)
     return nbytes, "all data matches its checksums"
+
+
+def _held(files: TensorFiles, folder: str, stack: ExitStack) -> CheckedFiles:
+    opened = files.opened_in(folder)
+    stack.enter_context(opened)
+    opened.hold()
+    return opened
+
+
+def _steadily(path: str | os.PathLike[str], look: Callable[[str, ExitStack], _Found]) -> _Found:
+    """Return what a function finds in a checkpoint's folder, all of one checkpoint.
+
+    A save in another process may rename, replace or remove the folder meanwhile. If the manifest is still the same
+    after `look` has opened the files, they belong together, and open files can be read whatever happens to the folder.
+    `look` registers opened files on the stack.
+    """
+    for _ in range(_ATTEMPTS):
+        folder = complete(path)
+        seen = _identity(folder)
+        with ExitStack() as stack:
+            try:
+                found = look(folder, stack)
+            except (OSError, ValueError):
+                if seen is not None and _identity(folder) == seen:
+                    raise
+            else:
+                if seen is not None and _identity(folder) == seen:
+                    stack.pop_all()
+                    return found
+    raise ValueError(
+        f"{os.fspath(path)} was replaced each time that it was opened, {_ATTEMPTS} times: begin anew, when no process "
+        "saves to it"
+    )
+
+
+def _identity(folder: str) -> tuple[int, ...] | None:
+    """Return what distinguishes the manifest in a folder from that of another save; None if there is none."""
+    try:
+        status = os.stat(os.path.join(folder, MANIFEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def complete(path: str | os.PathLike[str]) -> str:
@@ -266,7 +319,7 @@ def values(path: str | os.PathLike[str]) -> Any:
         FileNotFoundError: if there is no complete checkpoint.
         ValueError: if what describes it is damaged.
     """
-    return decoded(_read(complete(path))[0]["values"])
+    return decoded(_steadily(path, lambda folder, _: _read(folder))[0]["values"])
 
 
 def verify(path: str | os.PathLike[str]) -> int:

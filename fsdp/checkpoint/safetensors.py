@@ -88,6 +88,7 @@ class SafetensorsFiles(TensorReader):
         with reading(self.path):
             found = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
         self.forms = {key[len(_FORM) :]: form for key, form in self.metadata.items() if key.startswith(_FORM)}
+        self._seen = dict.fromkeys(each.file for each in found.values())
         self._begins = {name: each.begin for name, each in found.items()}
         self.tensors = {name: FoundTensor(self, name, each.file.path, each) for name, each in found.items()}
 
@@ -322,6 +323,11 @@ class CheckedFiles(SafetensorsFiles):
         self.tensors = {name: self.tensors[name] for name in checksums}  # in their own order
         self._fragments: list[Fragment] = []
         self._checksums = ChecksumThreads()
+
+    def hold(self) -> None:
+        """Open the files, to read them even if a save replaces the checkpoint; if there are very many, only some."""
+        for file in self._seen:
+            self._files.open(file)
 
     def read(self, name: str, target: Tensor, start: int = 0) -> None:
         try:

@@ -164,8 +164,8 @@ class OpenFiles:
         self._open: dict[SeenFile, int] = {}
         self._last: tuple[StridedTensor, Tensor] | None = None
 
-    def read(self, file: SeenFile, memory: memoryview, begin: int) -> None:
-        """Fill memory with a file's bytes from `begin` on; raise ValueError if the file has changed or is too short."""
+    def open(self, file: SeenFile) -> int:
+        """Return the descriptor of a file; raise ValueError if the file has changed."""
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -177,9 +177,14 @@ class OpenFiles:
                     "anew, when nobody writes it"
                 )
             self._open[file] = fd
+        return self._open[file]
+
+    def read(self, file: SeenFile, memory: memoryview, begin: int) -> None:
+        """Fill memory with a file's bytes from `begin` on; raise ValueError if the file has changed or is too short."""
+        fd = self.open(file)
         done = 0
         while done < len(memory):  # the system may read less, as when it is interrupted
-            count = os.preadv(self._open[file], [memory[done:]], begin + done)
+            count = os.preadv(fd, [memory[done:]], begin + done)
             if count == 0:
                 raise ValueError(f"{file.path} is truncated: it ends before byte {begin + len(memory)}")
             done += count
