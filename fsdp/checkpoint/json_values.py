@@ -73,7 +73,7 @@ def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
             f"{where} is a tensor of {value.nbytes} bytes: the values of a checkpoint are small (at most "
             f"{MAX_TENSOR_BYTES} bytes each). Register it as a buffer of the model."
         )
-    flat = value.cpu().contiguous().view(-1).view(torch.uint8)
+    flat = value.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return [KINDS[value.dtype], list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
 
 

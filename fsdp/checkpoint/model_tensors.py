@@ -161,7 +161,10 @@ class UnshardedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        return self.tensor.shape if self.packing is None else torch.Size([self.packing.nbytes])
+        if self.packing is not None:
+            return torch.Size([self.packing.nbytes])
+        self._require_elements()
+        return self.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,6 +201,7 @@ class UnshardedTensor:
     def held(self) -> Held | None:
         if self.packing is not None:
             return Held(Box.whole(self.shape), 0, self.packing.nbytes, 0)
+        self._require_elements()
         part, local = self.part, local_part(self.tensor)
         if part is not None and not all(each.is_shard() or each.is_replicate() for each in part.placements):
             raise NotImplementedError(
@@ -205,6 +209,14 @@ class UnshardedTensor:
             )
         box = Box.whole(local.shape) if part is None else Box.whole(local.shape).moved(part.offsets)
         return Held(box, 0, local.numel(), 0) if local.numel() else None
+
+    def _require_elements(self) -> None:
+        if self.tensor.layout is not torch.strided or self.tensor.is_nested:
+            kind = "nested" if self.tensor.is_nested else str(self.tensor.layout).removeprefix("torch.")
+            raise TypeError(
+                f"{self.names[0]} is a {kind} tensor, and files hold tensors with a value for each element: register "
+                "the tensors it is made of, such as indices and values, as buffers, and it with persistent=False"
+            )
 
     def vector(self, name: str) -> Tensor:
         if self.tensor.is_meta:

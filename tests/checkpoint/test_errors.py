@@ -296,6 +296,27 @@ def test_objects_in_the_state_of_an_optimizer_are_an_error_with_a_remedy(tmp_pat
         fsdp.save(tmp_path / "run", model, optimizer)
 
 
+@pytest.mark.parametrize(
+    ("buffer", "kind"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_buffers_without_a_value_for_each_element_are_refused_and_named(
+    tmp_path: Path, buffer: Callable[[], torch.Tensor], kind: str
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("edges", buffer())
+    with pytest.raises(TypeError, match=rf"edges is a {kind} tensor, .* persistent=False"):
+        fsdp.save(tmp_path / "run", model)
+    with pytest.raises(TypeError, match=rf"edges is a {kind} tensor, .* persistent=False"):
+        fsdp.stream_weights(model, lambda tensors: None, bucket_bytes=100, buffers=True)
+    fsdp.stream_weights(model, lambda tensors: None, bucket_bytes=100)
+    assert not list(tmp_path.iterdir())
+
+
 # Loading
 
 

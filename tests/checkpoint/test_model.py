@@ -207,6 +207,14 @@ def _save_values(folder: Path) -> None:
     fsdp.save(folder / "run", nested_mlp(fully_sharded()), values=mine)
 
 
+def test_values_may_be_lazy_conjugates(tmp_path: Path) -> None:
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    fsdp.save(tmp_path / "run", nested_mlp(), values=[conjugate, conjugate.imag])
+    first, second = fsdp.checkpoint.values(tmp_path / "run")
+    assert first.tolist() == [1 - 2j, 3 + 4j]
+    assert second.tolist() == [-2, 4]
+
+
 def test_numbers_of_numpy_come_back_as_pythons(tmp_path: Path) -> None:
     model = nested_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=np.float32(0.5))  # type: ignore[arg-type]
