@@ -522,7 +522,7 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
 def create(folder: str, file: PlannedFile) -> None:
     """Create a file with its final size and its header."""
     path = os.path.join(folder, file.name)
-    with open(path, "xb") as made:
+    with named(path), open(path, "xb") as made:
         made.write(file.head)
         made.truncate(file.nbytes)
         made.flush()
@@ -556,13 +556,21 @@ def opened_to_write(folder: str, file: PlannedFile) -> Iterator[int]:
     path = os.path.join(folder, file.name)
     fd = os.open(path, os.O_WRONLY)
     try:
-        yield fd
-        os.fsync(fd)
-    except OSError as error:
-        error.filename = error.filename or path  # which writes and syncs do not know
-        raise
+        with named(path):
+            yield fd
+            os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Add the path of a file to errors of writes and syncs, which do not know it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
 
 
 def write_at(fd: int, memory: memoryview, offset: int) -> None:

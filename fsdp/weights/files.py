@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from glob import escape, glob
 
 import torch
 from torch import Tensor
 
 from fsdp.checkpoint.folder import sync
-from fsdp.checkpoint.safetensors import INDEX_SUFFIX, Entry, PlannedFile, create, store_at
+from fsdp.checkpoint.safetensors import INDEX_SUFFIX, Entry, PlannedFile, create, named, store_at
 from fsdp.checkpoint.safetensors import plan as planned_files
 from fsdp.weights.plan import WeightPlan
 from fsdp.weights.sinks import Sink
@@ -25,8 +26,9 @@ class SafetensorsSink(Sink):
 
     Every rank creates this sink, and writes its own ranges of each bucket. All ranks need access to the folder. The
     files are written to a temporary folder inside it. After all ranks have written and synced them, they replace the
-    model's files in the folder, the index last; other files, such as a configuration, are kept. If the stream fails,
-    the previous files are kept.
+    model's files in the folder; other files, such as a configuration, are kept. If the stream fails, the previous files
+    are kept. An index of previous files with the same names is removed before they are replaced, and the new index is
+    the last file, so that old and new files are never loaded together.
 
     Tied parameters are stored under the first of their names.
 
@@ -67,19 +69,23 @@ class SafetensorsSink(Sink):
             file, size = self._file_of[planned.name], planned.dtype.itemsize
             memory = self._plan.packed_view(run, packed).view(-1).view(torch.uint8).numpy().data
             box = run.box.moved((run.piece.first, *(0 for _ in planned.sizes[1:])))
-            for start, stop in box.ranges(planned.sizes, 0, box.numel):
-                count = (stop - start) * size
-                store_at(self._fd(file.name), memory[:count], file.begins[planned.name] + start * size)
-                memory = memory[count:]
+            with named(self._path(file.name)):
+                for start, stop in box.ranges(planned.sizes, 0, box.numel):
+                    count = (stop - start) * size
+                    store_at(self._fd(file.name), memory[:count], file.begins[planned.name] + start * size)
+                    memory = memory[count:]
         if number == len(self._plan.buckets) - 1:
-            for fd in self._fds.values():
-                os.fsync(fd)
+            for name, fd in self._fds.items():
+                with named(self._path(name)):
+                    os.fsync(fd)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._place, name)
 
     def _fd(self, name: str) -> int:
         if name not in self._fds:
-            path = os.path.join(self._place, name)
             try:
-                self._fds[name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+                self._fds[name] = os.open(self._path(name), os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
             except FileNotFoundError as error:
                 error.strerror = "rank 0 has created this file, and this rank does not see it: use a shared file system"
                 raise
@@ -99,6 +105,11 @@ class SafetensorsSink(Sink):
     def _replace(self) -> None:
         """Move the new files to the folder, and remove the files of the previous weights that have other names."""
         names = [file.name for file in self._files]
+        if len(names) > 1 and any(os.path.exists(os.path.join(self._folder, name)) for name in names[:-1]):
+            # Killed from here on, it leaves a folder without an index instead of old and new files under one.
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._folder, names[-1]))
+            sync(self._folder)
         for name in names:
             os.replace(os.path.join(self._place, name), os.path.join(self._folder, name))
         for name in os.listdir(self._folder):

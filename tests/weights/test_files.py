@@ -73,8 +73,35 @@ def _fail(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
     model, rank = MODELS["flat"](2), dist.get_rank()
-    with mock.patch("os.pwrite", full if rank else os.pwrite), pytest.raises((OSError, RuntimeError), match="No space"):
+    with (
+        mock.patch("os.pwrite", full if rank else os.pwrite),
+        pytest.raises((OSError, RuntimeError), match=r"No space left on device.*model\.safetensors"),
+    ):
         fsdp.stream_weights(model, SafetensorsSink(folder), bucket_bytes=BUCKET)
+
+
+def test_a_stream_that_ends_between_two_files_leaves_no_mixture(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_write, tmp_path, "flat", 600)
+    ranks(2).run(_end_after_a_file, tmp_path)
+    with pytest.raises(ValueError, match="name the one that is meant"):
+        fsdp.load_safetensors(everything(), tmp_path)
+    ranks(2).run(_write, tmp_path, "flat", 600, 3)
+    plain = everything()
+    fsdp.load_safetensors(plain, tmp_path)
+    assert_same(tensors_of(plain), tensors_of(everything(seed=3)))
+
+
+def _end_after_a_file(folder: Path) -> None:
+    replace, left = os.replace, [None]
+
+    def only_one(source: str, target: str) -> None:
+        if not left:
+            raise OSError(5, "Input/output error", target)
+        left.pop()
+        replace(source, target)
+
+    with mock.patch("os.replace", only_one), pytest.raises((OSError, RuntimeError), match="Input/output error"):
+        _write(folder, "flat", 600, 2)
 
 
 @on_ranks(2)
