@@ -26,6 +26,7 @@ from fsdp.checkpoint.manifest import read_ours
 from fsdp.checkpoint.model_tensors import (
     Target,
     UnshardedTensor,
+    all_ranks,
     extra_states,
     keys_of,
     named_tensors,
@@ -303,8 +304,10 @@ def _compare(source: Source, everyone: Sequence[Ranks]) -> None:
 
 def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | None:
     """Return the states of this rank's generators, if as many ranks load the checkpoint as saved it."""
-    ranks = everyone[0] if everyone else ()
-    if source.generators is None or len(everyone) > 1 or size_of(ranks) != source.world_size:
+    if source.generators is None or len(everyone) > 1:
+        return None
+    ranks = all_ranks(everyone, "load a checkpoint")  # that have saved a model without units, too
+    if size_of(ranks) != source.world_size:
         return None
     number = number_among(ranks)
     try:

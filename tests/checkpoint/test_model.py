@@ -299,13 +299,15 @@ def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
         fsdp.save(tmp_path / "run", FullyShardedDataParallel(nn.Sequential(Counting(object()))))
 
 
-@pytest.mark.parametrize(("loaded_by", "goes_on"), [(2, True), (3, False)])
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (2, 3), (1, 2)])
 def test_generators_go_on_where_as_many_ranks_load(
-    ranks: RankPool, tmp_path: Path, loaded_by: int, goes_on: bool
+    ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int, is_sharded: bool
 ) -> None:
-    drawn = ranks(2).run(_save_and_draw, tmp_path)
-    found = ranks(loaded_by).run(_load_and_draw, tmp_path)
-    assert len(set(drawn)) == 2
+    drawn = ranks(saved_by).run(_save_and_draw, tmp_path, is_sharded)
+    found = ranks(loaded_by).run(_load_and_draw, tmp_path, is_sharded)
+    goes_on = loaded_by == saved_by
+    assert len(set(drawn)) == saved_by
     assert (found[:2] == [(True, each) for each in drawn]) is goes_on
     assert [flag for flag, _ in found] == [goes_on] * loaded_by
 
@@ -318,16 +320,16 @@ def _draw() -> tuple[float, ...]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def _save_and_draw(folder: Path) -> tuple[float, ...]:
-    model = nested_mlp(fully_sharded())
+def _save_and_draw(folder: Path, is_sharded: bool) -> tuple[float, ...]:
+    model = nested_mlp(fully_sharded() if is_sharded else keep)
     for _ in range(torch.distributed.get_rank() + 1):
         _draw()
     fsdp.save(folder / "run", model)
     return _draw()
 
 
-def _load_and_draw(folder: Path) -> tuple[bool, tuple[float, ...]]:
-    loaded = fsdp.load(folder / "run", nested_mlp(fully_sharded()))
+def _load_and_draw(folder: Path, is_sharded: bool) -> tuple[bool, tuple[float, ...]]:
+    loaded = fsdp.load(folder / "run", nested_mlp(fully_sharded() if is_sharded else keep))
     return loaded.has_generators, _draw()
 
 
