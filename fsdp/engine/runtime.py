@@ -197,10 +197,11 @@ class Runtime:
 
         Only the rank that wrote may notice, and all ranks must take part in the all-gather.
         """
-        left, self._left, has_graph = self._left, [], torch.is_grad_enabled()
+        self._left = [handle for handle in self._left if handle.phase is Phase.UNSHARDED]
+        has_graph = torch.is_grad_enabled()
         by_ranks: dict[Communicator, list[FlatParamHandle]] = {}
-        for handle in left:
-            if handle.phase is Phase.UNSHARDED and (has_graph or not handle.policy.keeps_for_inference):
+        for handle in self._left:
+            if has_graph or not handle.policy.keeps_for_inference:
                 handle.absorb()
                 by_ranks.setdefault(handle.comm, []).append(handle)
         for comm, handles in by_ranks.items():
@@ -283,7 +284,7 @@ class Runtime:
         if unit.yet_to_run:
             unit.yet_to_run -= {module}
         is_resident = unit.policy.keeps_for_inference and not torch.is_grad_enabled()
-        is_done = unit.frees_after_forward and not unit.yet_to_run and not is_resident
+        is_done = unit.frees_after_forward and not unit.yet_to_run and not is_resident and not self._is_awaited(unit)
         if call.order is None or (is_done and not needed_at_once and not may_leave):
             unit.reshard(is_needed=needs_backward and call.order is not None)
         else:
@@ -296,6 +297,10 @@ class Runtime:
             self._end_forward(keep=needs_backward or may_need_it)
             if needs_backward and self.has_trained is None:
                 self.has_trained = False
+
+    def _is_awaited(self, unit: Unit) -> bool:
+        """Return whether a backward with create_graph=True before this forward left a unit to the next backward."""
+        return self._leaves_graph and any(handle in self._left for handle in unit.handles)
 
     def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
         try:
@@ -318,7 +323,7 @@ class Runtime:
             if not unit.is_in_use:
                 continue
             is_resident = unit.policy.keeps_for_inference and not torch.is_grad_enabled()
-            stays = keep or unit.policy.keeps_without_backward or is_resident
+            stays = keep or unit.policy.keeps_without_backward or is_resident or self._is_awaited(unit)
             if stays and unit.was_written:  # by the forward of others
                 self._take_written(unit)
             # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
@@ -553,7 +558,8 @@ class Runtime:
             unit.is_spare |= unit.placements.keeps_unsharded or unit.placements.defers_reduction
             if unit.is_unsharding or (is_in_use and unit.frees_after_backward and not self._leaves_graph):
                 unit.reshard()
-        self._left = self._unsharded() if self._leaves_graph else []
+        if not self._running:
+            self._left = self._unsharded() if self._leaves_graph else []
         self._settle()
         self.has_deferred = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
         if any(handle.is_reduced for handle in self.handles):

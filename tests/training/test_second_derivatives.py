@@ -82,6 +82,25 @@ def a_penalty_that_is_given_up_before_the_step(model: nn.Module, inputs: Tensor)
     assert set(model.state_dict())
 
 
+def a_forward_before_the_penalty_is_used(model: nn.Module, inputs: Tensor) -> None:
+    inputs = inputs.clone().requires_grad_()
+    gradient = gradient_of(model(inputs), inputs)
+    model(inputs.neg())
+    gradient.square().sum().backward()
+
+
+def an_evaluation_before_the_penalty_is_used(model: nn.Module, inputs: Tensor) -> None:
+    inputs = inputs.clone().requires_grad_()
+    energy = model(inputs)
+    gradient = gradient_of(energy, inputs)
+    with torch.no_grad():
+        model(inputs.neg())
+    with torch.inference_mode():
+        model.eval()(inputs.neg())
+    model.train()
+    (score(energy) + gradient.square().sum()).backward()
+
+
 def a_product_with_the_hessian(model: nn.Module, inputs: Tensor) -> None:
     _, product = torch.autograd.functional.hvp(lambda given: score(model(given)), inputs, torch.ones_like(inputs))
     once(model, product)
@@ -118,6 +137,8 @@ STEPS: list[Step] = [
     third_derivatives,
     a_penalty_that_is_given_up,
     a_penalty_that_is_given_up_before_the_step,
+    a_forward_before_the_penalty_is_used,
+    an_evaluation_before_the_penalty_is_used,
     a_product_with_the_hessian,
     a_hessian,
     a_penalty_in_parts,
