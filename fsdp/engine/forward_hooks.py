@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -29,7 +29,7 @@ from fsdp.engine.autograd import (
     will_run,
 )
 from fsdp.engine.call_stack import MODULE_CALL, calls_on
-from fsdp.engine.handle import ShardState
+from fsdp.engine.handle import FlatParamHandle, ShardState
 from fsdp.engine.precision import InputCast, cast_floats
 from fsdp.engine.presentation import lenders
 from fsdp.engine.schedule import ExecutionOrder
@@ -103,7 +103,7 @@ class ForwardHooks:
         # torch calls this hook with None while it handles an exception of the forward.
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
-            output = map_tensors(self._outlive_buffers, output)
+            output = map_tensors(partial(_outlive_buffers, unit.runtime.unsharded_after(unit)), output)
             if unit.precision.output is not None:
                 output = cast_floats(output, unit.precision.output)
         if self._clear_autocast_cache:
@@ -159,14 +159,15 @@ class ForwardHooks:
         own = next((handle.flat_param.dtype for handle in unit.handles if handle.is_cast), None)
         return cast_floats(inputs, own)
 
-    def _outlive_buffers(self, tensor: Tensor) -> Tensor:
-        # A module may return a parameter, or a view of it, and the unit is resharded.
-        shows = tensor._is_view() or tensor.is_leaf
-        for handle in self._unit.handles:
-            # The result of an operation on a DTensor does not show whether it is a view of its local part.
-            if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
-                return tensor.clone()
-        return tensor
+
+def _outlive_buffers(handles: Sequence[FlatParamHandle], tensor: Tensor) -> Tensor:
+    # A module may return a parameter, or a view of it, and the unit is resharded.
+    shows = tensor._is_view() or tensor.is_leaf
+    for handle in handles:
+        # The result of an operation on a DTensor does not show whether it is a view of its local part.
+        if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
+            return tensor.clone()
+    return tensor
 
 
 def forward_hooks_of(module: nn.Module) -> ForwardHooks:

@@ -335,6 +335,15 @@ class Runtime:
         self._left = self._unsharded()
         self._settle()
 
+    def unsharded_after(self, unit: Unit) -> Sequence[FlatParamHandle]:
+        """Return the handles whose parameters an output of a unit may be, and which are freed later.
+
+        The user gets the output of the outermost unit, whose module can read parameters of inner units that stay
+        unsharded until backward.
+        """
+        is_outermost = len(self._running) == 1 and not self._running[0].recomputed
+        return self._unsharded() if is_outermost else unit.handles
+
     def _unsharded(self) -> list[FlatParamHandle]:
         return [one for one in self.handles if one.phase is Phase.UNSHARDED and not one.unsharded.is_shard]
 

@@ -27,6 +27,7 @@ from tests.helpers.twins import (
     backward_twice,
     eval_first,
     once,
+    score,
     two_forwards_then_one_backward,
 )
 
@@ -286,6 +287,49 @@ def test_results_that_leave_a_unit_by_another_way_than_its_output() -> None:
         assert_trains_like_plain(partial(_collecting, way=way), once, two_forwards_then_one_backward)
     for options in EVERY_FORM[1:]:
         assert_trains_like_plain(partial(_collecting, way="attribute"), once, options=options)
+
+
+class Regularised(nn.Module):
+    """Returns a weight of a unit inside, and a view of it."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.linears = (nn.Linear(5, 5),)  # whose attributes are read
+        self.inner, self.exit = wrap(self.linears[0]), wrap(nn.Linear(5, 5))
+
+    def forward(self, inputs: Tensor) -> Any:
+        output = self.exit(self.inner(inputs).tanh())
+        return output, self.linears[0].weight, self.linears[0].weight.t()[1:]
+
+
+def _reads_weights_after_backward(model: Any, inputs: Tensor) -> None:
+    output, weight, view = model(inputs)
+    expected = weight.detach().clone()
+    (score(output) + score(weight) + 2 * score(view)).backward()
+    assert torch.equal(weight, expected)
+    assert torch.equal(view, expected.t()[1:])
+
+
+def _reads_weights_after_an_evaluation(model: Any, inputs: Tensor) -> None:
+    with torch.no_grad():
+        _, weight, view = model(inputs)
+    assert torch.equal(weight.t()[1:], view)
+    _reads_weights_after_backward(model, inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, None], ids=["flat", "orig", "rows"])
+@on_ranks(2)
+def test_weights_of_a_unit_that_the_model_returns_stay_valid(options: dict[str, Any] | None) -> None:
+    """Where they are unsharded until backward. Reading freed memory ends the process."""
+    steps = _reads_weights_after_backward, _reads_weights_after_an_evaluation
+
+    def make(wrap: Wrap) -> nn.Module:
+        return wrap(seeded(partial(Regularised, wrap)))
+
+    if options is None:
+        assert_trains_as_plain(make, *steps, reshard_after_forward=False)
+    else:
+        assert_trains_like_plain(make, *steps, options=options | {"reshard_after_forward": False})
 
 
 class Penalised(nn.Module):
