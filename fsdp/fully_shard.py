@@ -713,7 +713,8 @@ class FSDPModule(_Base):
             on_demand.copying.prepare_to_copy(unit)
         copied = memo[id(self)] = object.__new__(type(self))
         with under_way():
-            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            # Without the result of `compile()`, as torch copies modules: it would call this module.
+            copied.__dict__.update(copy.deepcopy(nn.Module.__getstate__(self), memo))
         _of(copied).wake()
         return copied
 

@@ -213,6 +213,20 @@ def test_a_deep_copy_is_independent(options: dict[str, Any]) -> None:
 
 
 @on_ranks(2)
+def test_a_copy_of_a_compiled_module_computes_with_its_own_parameters() -> None:
+    model: Any = seeded(Net, ours())
+    model.inner.compile(backend="eager")
+    once(model, INPUTS)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in copied.inner.parameters():
+            param.zero_()
+        found = copied(INPUTS)
+        assert torch.equal(found, found[:1].expand_as(found))  # the bias of the last layer, for all inputs
+        assert not torch.equal(model(INPUTS)[0], model(INPUTS)[1])
+
+
+@on_ranks(2)
 def test_a_part_can_be_copied() -> None:
     model: Any = seeded(Net, ours())
     once(model, INPUTS)
