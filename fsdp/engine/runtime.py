@@ -336,11 +336,7 @@ class Runtime:
         self._settle()
 
     def unsharded_after(self, unit: Unit) -> Sequence[FlatParamHandle]:
-        """Return the handles whose parameters an output of a unit may be, and which are freed later.
-
-        The user gets the output of the outermost unit, whose module can read parameters of inner units that stay
-        unsharded until backward.
-        """
+        """Return the handles whose parameters an output may be: of the outermost module, those of inner units too."""
         is_outermost = len(self._running) == 1 and not self._running[0].recomputed
         return self._unsharded() if is_outermost else unit.handles
 
@@ -395,9 +391,8 @@ class Runtime:
                     "different precisions (full_precision_in_eval=True). Run a backward for each."
                 )
             unit.compute_in_full(call.in_full_precision)
-            unit.transition_to(
-                TrainingState.BACKWARD_POST
-            )  # of calls in the other precision, which has leaves of its own
+            # Of calls in the other precision, which has leaves of its own.
+            unit.transition_to(TrainingState.BACKWARD_POST)
             unit.expect_gradients()
         if is_new := call.backward is not self._backward:
             call.backward = self._backward
