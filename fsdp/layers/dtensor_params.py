@@ -279,10 +279,9 @@ class DTensorParams(OrigParams):
         param, example = self.params[slot], self._flat_param.examples[slot]
         shown = rows if example is None else in_class(example, rows)
         self._held[slot] = [rows] if example is None else inner_of(shown)
-        if (rows.dtype, rows.device) == (param.dtype, param.device):
-            set_local_part(param, shown)
-        else:
+        if (rows.dtype, rows.device) != (param.dtype, param.device):
             become(param, self._parts[slot].dtensor(shown))
+        set_local_part(param, shown)  # `_replaced` compares the very tensors
 
     def note_places(self) -> None:
         pass  # `_replaced` compares local tensors, not addresses

@@ -127,6 +127,8 @@ class Conversions:
             self._check(fn)
             if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
+            if self._gives_memory and _makes_memory(fn):
+                return self._give_memory(fn, recurse)
         return self._convert(fn, recurse)
 
     def _convert(self, fn: Conversion, recurse: bool) -> nn.Module:
@@ -142,6 +144,19 @@ class Conversions:
                 listed |= own
                 own.clear()
                 own.update(listed)
+        return self._module
+
+    def _give_memory(self, fn: Conversion, recurse: bool) -> nn.Module:
+        """`to_empty` of a part of the unit: only its parameters and buffers get memory."""
+        inside = set(self._module.modules() if recurse else [self._module])
+        for handle in self.unit.visible_handles:
+            handle.absorb()
+        with serving([self.unit], Converting()):
+            self._convert(partial(_convert_tensor, self.unit, fn, True), recurse)
+        for handle in self.unit.visible_handles:
+            if handle.orig_params is not None:
+                here = [slot for slot in handle.valueless if any(one.module in inside for one in handle.places[slot])]
+                handle.orig_params.give_memory(here)
         return self._module
 
     def _keeps_all(self, fn: Conversion) -> bool:

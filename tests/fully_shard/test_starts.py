@@ -114,6 +114,30 @@ def test_buffers_without_values_are_an_error_too(to_fill: str) -> None:
     assert model(INPUTS).isfinite().all()
 
 
+@on_ranks(2)
+def test_a_part_that_gets_memory_leaves_the_others_without() -> None:
+    model = on_meta()
+    model.entry.to_empty(device="cpu")
+    assert {name for name, param in model.named_parameters() if not param.is_meta} == {"entry.weight", "entry.bias"}
+    model.inner[1].to_empty(device="cpu")
+    for module in (model.entry, model.inner[0], model.exit):
+        module.to_empty(device="cpu").reset_parameters()
+    with pytest.raises(RuntimeError, match=r"inner.1.weight.*inner.1.running_mean"):  # memory, and no values
+        model(INPUTS)
+
+
+@on_ranks(2)
+def test_each_module_of_a_group_gets_memory() -> None:
+    with torch.device("meta"):
+        model: Any = seeded(Net, lambda module: module)
+    fsdp.fully_shard([model.entry, model.exit])
+    fsdp.fully_shard(model)
+    model.exit.to_empty(device="cpu")
+    assert [name for name, param in model.named_parameters() if not param.is_meta] == ["exit.weight", "exit.bias"]
+    by_reset(model, Path())
+    assert_trains(model)
+
+
 # Getting values
 
 
@@ -121,6 +145,13 @@ def by_reset(model: Any, folder: Path) -> None:
     model.to_empty(device="cpu")
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def by_reset_of_parts(model: Any, folder: Path) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.to_empty(device="cpu")
             module.reset_parameters()
 
 
@@ -154,6 +185,7 @@ def by_checkpoint(model: Any, folder: Path) -> None:
     world_size=[1, 2],
     start=[
         by_reset,
+        by_reset_of_parts,
         by_materialize,
         by_init_function,
         by_whole_state,
