@@ -140,7 +140,7 @@ def fully_shard(
             torch's ``ShardPlacementResult`` with a mesh besides: modules inside that have parameters on another mesh
             are sharded over that one first.
         mp_policy: see `MixedPrecisionPolicy`.
-        offload_policy: `CPUOffloadPolicy`, or `OffloadPolicy`, which is none.
+        offload_policy: `CPUOffloadPolicy`; or `OffloadPolicy`, or None, which do not offload.
         ignored_params: are left as they are, and their gradients are not summed over the ranks.
         dp_mesh_dims: a `DataParallelMeshDims`, which names the dimensions of `mesh` to shard and to replicate over.
             Parameters that are `DTensor`s on all of `mesh` must be replicated along these; modules compute with such.

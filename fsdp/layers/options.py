@@ -375,7 +375,7 @@ def _reduces_in_own(torchs: str) -> bool:
 
 
 def is_offloaded(policy: Any) -> bool:
-    """Return whether an `OffloadPolicy`, ours or torch's, offloads to the host.
+    """Return whether an `OffloadPolicy`, ours or torch's, offloads to the host; None does not.
 
     Raises:
         TypeError: for another object.
@@ -386,6 +386,6 @@ def is_offloaded(policy: Any) -> bool:
         if not policy.pin_memory and accelerator() is not None:
             raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")
         return True
-    if "OffloadPolicy" not in kinds:
+    if policy is not None and "OffloadPolicy" not in kinds:
         raise TypeError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {policy!r}")
     return False

@@ -201,6 +201,12 @@ def test_torchs_policies_are_taken() -> None:
 
 
 @on_ranks(1)
+def test_no_offload_policy_is_the_default() -> None:
+    model = fsdp.fully_shard(linear(), offload_policy=None)
+    assert model(INPUTS).requires_grad
+
+
+@on_ranks(1)
 def test_a_dtype_that_cannot_hold_what_is_computed() -> None:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)
     with pytest.raises(ValueError, match=r"weight is torch\.bfloat16, which cannot hold"):
