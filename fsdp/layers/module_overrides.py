@@ -148,16 +148,20 @@ class Conversions:
 
     def _give_memory(self, fn: Conversion, recurse: bool) -> nn.Module:
         """`to_empty` of a part of the unit: only its parameters and buffers get memory."""
-        inside = set(self._module.modules() if recurse else [self._module])
         for handle in self.unit.visible_handles:
             handle.absorb()
         with serving([self.unit], Converting()):
             self._convert(partial(_convert_tensor, self.unit, fn, True), recurse)
-        for handle in self.unit.visible_handles:
-            if handle.orig_params is not None:
+        self._reveal(self.unit.visible_handles, recurse)
+        return self._module
+
+    def _reveal(self, handles: Iterable[FlatParamHandle], recurse: bool) -> None:
+        """Show the memory of the module's parameters without values."""
+        inside = set(self._module.modules() if recurse else [self._module])
+        for handle in handles:
+            if handle.orig_params is not None and handle.valueless:
                 here = [slot for slot in handle.valueless if any(one.module in inside for one in handle.places[slot])]
                 handle.orig_params.give_memory(here)
-        return self._module
 
     def _keeps_all(self, fn: Conversion) -> bool:
         """Return whether a conversion leaves every parameter and buffer as it is; flat parameters are not listed."""
@@ -245,13 +249,14 @@ class Conversions:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
         gives_memory = self._gives_memory and _makes_memory(fn)
-        convert = partial(_convert_tensor, unit, fn, gives_memory)
+        # Shards have memory already, with the values of modules that `to_empty` may not be called for.
+        keep = partial(torch.Tensor.to, device=device) if gives_memory else fn
         with serving(units, Converting()):
-            self._convert(convert, recurse)
+            self._convert(partial(_convert_tensor, unit, fn, gives_memory), recurse)
             for handle in (handle for each in units for handle in each.handles):
-                _apply_to_hidden(handle, convert)
-                if handle.orig_params is not None and gives_memory:
-                    handle.orig_params.give_memory(handle.valueless)
+                _apply_to_hidden(handle, partial(_convert_tensor, unit, keep, False))
+                if gives_memory:
+                    self._reveal([handle], recurse)
         for each in units:
             _follow(each, device)
             for handle in each.handles:

@@ -155,6 +155,16 @@ def by_reset_of_parts(model: Any, folder: Path) -> None:
             module.reset_parameters()
 
 
+def by_reset_of_inner_modules_first(model: Any, folder: Path) -> None:
+    """As `meta_init` of composer: the memory of a module goes to its own parameters, after those inside have values."""
+    for module in reversed(list(model.modules())):
+        module.to_empty(device="cpu", recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+            torch.nn.init.constant_(module.bias, 2.0)
+    assert all(param.eq(2).all() for name, param in wholes(model).items() if name.endswith("bias"))
+
+
 def by_materialize(model: Any, folder: Path) -> None:
     fsdp.materialize(model, seed=1)
 
@@ -186,6 +196,7 @@ def by_checkpoint(model: Any, folder: Path) -> None:
     start=[
         by_reset,
         by_reset_of_parts,
+        by_reset_of_inner_modules_first,
         by_materialize,
         by_init_function,
         by_whole_state,
