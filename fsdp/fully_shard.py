@@ -193,6 +193,8 @@ def fully_shard(
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
     for inner in dict.fromkeys(place.module for each in unit.visible_handles for used in each.places for place in used):
+        if any(any(handle.flat_param.packings) for handle in unit.visible_handles):
+            inner.register_load_state_dict_pre_hook(partial(on_demand.pack_loaded, unit))
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
         each.register_load_state_dict_pre_hook(partial(_settle_ties, unit))

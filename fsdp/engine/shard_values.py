@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
@@ -51,7 +52,7 @@ class ShardValues:
         """Store this rank's shard of an unsharded parameter's new value."""
         part, packing = self._flat_param.parts[slot], self._flat_param.packings[slot]
         with torch.no_grad():
-            value = value if packing is None else packing.pack(value)
+            value = value if packing is None or is_dtensor(value) else packing.pack(value)  # a `DTensor` is of bytes
             rows = None if self._orig_params is None else self._orig_params.local_shard_of(slot, value)
             if rows is None:
                 value = values_of(value if part is None else part.to_local(self._layout.slots[slot].name, value))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fsdp.layers.foreign_names import refuse_local_sgd
     from fsdp.layers.forwarding import forward_entries
     from fsdp.layers.grad_clipping import clip_by_norm, clip_by_value
+    from fsdp.layers.packed_params import pack_loaded
     from fsdp.layers.pipelines import FSDPState, finalize_backward, refuse_separate_backwards
     from fsdp.layers.report import Report, last_report
     from fsdp.layers.sharded_methods import explain_methods
@@ -53,6 +54,7 @@ _HOMES = {
     "fsdp.layers.foreign_names": "refuse_local_sgd",
     "fsdp.layers.forwarding": "forward_entries",
     "fsdp.layers.grad_clipping": "clip_by_norm clip_by_value",
+    "fsdp.layers.packed_params": "pack_loaded",
     "fsdp.layers.pipelines": "FSDPState finalize_backward refuse_separate_backwards",
     "fsdp.layers.report": "Report last_report",
     "fsdp.layers.sharded_methods": "explain_methods",

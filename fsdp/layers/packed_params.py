@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.counted_data import counted
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
@@ -55,6 +56,16 @@ class PackedParameters(UnshardedParameters):
 
     def moved(self) -> list[int]:
         return []  # the class of a parameter decides what its ``.data`` is
+
+
+def pack_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook: replace values for parameters that are sharded as bytes by their bytes."""
+    for handle in unit.visible_handles:
+        for places, packing in zip(handle.places, handle.flat_param.packings, strict=True):
+            for name in [prefix + place.name for place in places if place.module is module] if packing else ():
+                value = state_dict.get(name)
+                if isinstance(value, Tensor) and not is_dtensor(value):
+                    state_dict[name] = packing.pack(value)
 
 
 class PackedForm:

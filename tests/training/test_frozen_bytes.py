@@ -498,6 +498,38 @@ def test_frozen_classes_with_an_extension_are_bytes(form: str) -> None:
     assert any(one.flat_param.dtype is torch.uint8 for one in fsdp.flat_param_handles(model))
 
 
+@parametrize_pairs(kind=["two tensors", "nested", "torchao"], is_assigned=[True, False], world_size=[2, 3])
+@on_ranks("world_size")
+def test_rows_take_the_state_of_the_plain_model(kind: str, is_assigned: bool) -> None:
+    if kind == "torchao":
+        pytest.importorskip("torchao")
+    plain, model = quantised(kind), sharded(quantised(kind), "rows")
+    for layer in (plain[0], plain[2]):
+        weight: Any = layer.base.weight
+        getattr(weight, weight.__tensor_flatten__()[0][0]).neg_()
+    model.load_state_dict(plain.state_dict(), assign=is_assigned)
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_rows_of_bytes_may_be_assigned() -> None:
+    source, model = sharded(quantised("two tensors"), "rows"), sharded(quantised("two tensors"), "rows")
+    with torch.no_grad():
+        for layer in (source[0], source[2]):
+            layer.base.weight.zero_()
+    model.load_state_dict(source.state_dict(), assign=True)
+    torch.testing.assert_close(train(model), train(source), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_rows_of_bytes_refuse_values_of_another_form() -> None:
+    model, state = sharded(quantised("two tensors"), "rows"), quantised("two tensors").state_dict()
+    state["2.base.weight"] = plain_values(state["2.base.weight"])
+    with pytest.raises(ValueError, match=r"base\.weight is Rows8 .*cannot take .*quantise the value as the model's"):
+        model.load_state_dict(state)
+
+
 CASTS: dict[str, Any] = {
     "half": lambda model: model.half(),
     "to": lambda model: model.to(torch.bfloat16),
