@@ -128,11 +128,12 @@ def _is_part(kind: type) -> bool:
 
 @on_ranks(2)
 def test_equal_row_parameters_share_a_specification_that_ends_with_them() -> None:
-    model: Any = fully_shard(nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(3))))
+    # Of a size that no model of another test has, which may live yet.
+    model: Any = fully_shard(nn.Sequential(*(fully_shard(nn.Linear(37, 37)) for _ in range(3))))
     spec = model[0].weight._spec
     assert spec is model[2].weight._spec
     assert spec is not model[0].bias._spec
-    model(torch.ones(1, 4)).sum().backward()
+    model(torch.ones(1, 37)).sum().backward()
     assert spec is model[1].weight.grad._spec
     ended = weakref.ref(spec)
     del model, spec
