@@ -271,7 +271,7 @@ def _steadily(path: str | os.PathLike[str], look: Callable[[str, ExitStack], _Fo
 
 
 def _identity(folder: str) -> tuple[int, ...] | None:
-    """Return what distinguishes the manifest in a folder from that of another save; None if there is none."""
+    """Return what distinguishes the manifest in a folder from the manifest of another save; None if there is none."""
     try:
         status = os.stat(os.path.join(folder, MANIFEST))
     except (FileNotFoundError, NotADirectoryError):

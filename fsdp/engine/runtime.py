@@ -336,7 +336,7 @@ class Runtime:
         self._settle()
 
     def unsharded_after(self, unit: Unit) -> Sequence[FlatParamHandle]:
-        """Return the handles whose parameters an output may be: of the outermost module, those of inner units too."""
+        """Return the handles whose parameters an output may be; for the outermost module, those of units inside too."""
         is_outermost = len(self._running) == 1 and not self._running[0].recomputed
         return self._unsharded() if is_outermost else unit.handles
 

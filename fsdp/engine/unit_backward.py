@@ -70,7 +70,7 @@ class UnitBackward:
 
         Args:
             references: to the memory of the unsharded parameters, which are here.
-            of_call: those of the call's graph.
+            of_call: the references of the call's graph.
             checkpoints: of the call, see `Call`.
         """
         self._elsewhere = (references if self._elsewhere is None else self._elsewhere) - of_call

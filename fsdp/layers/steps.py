@@ -94,7 +94,7 @@ _counts: dict[Any, int] = made_once_for_groups()  # how many trees of units were
 
 
 def _count(root: Unit) -> int:
-    """Return the number of a tree among those of its ranks, which all of them use in the same order."""
+    """Return the number of a tree among the trees of its ranks. All its ranks use these trees in the same order."""
     key = dist.group.WORLD, root.ranks
     _counts[key] = _counts.get(key, 0) + 1
     return _counts[key]

@@ -27,8 +27,8 @@ class SafetensorsSink(Sink):
     Every rank creates this sink, and writes its own ranges of each bucket. All ranks need access to the folder. The
     files are written to a temporary folder inside it. After all ranks have written and synced them, they replace the
     model's files in the folder; other files, such as a configuration, are kept. If the stream fails, the previous files
-    are kept. An index of previous files with the same names is removed before they are replaced, and the new index is
-    the last file, so that old and new files are never loaded together.
+    are kept. The index of previous files with the same names is removed first, and the new index is written last. So
+    old and new files are never loaded together.
 
     Tied parameters are stored under the first of their names.
 
