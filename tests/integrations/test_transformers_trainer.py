@@ -72,7 +72,8 @@ def assert_close_trainings(found: tuple[Log, dict[str, Tensor]], expected: tuple
     assert len(found[0]) == len(expected[0])
     for entry, wanted in zip(found[0], expected[0], strict=True):
         assert entry == pytest.approx(wanted, rel=1e-5)
-    assert_close_state(found[1], expected[1], rtol=1e-4, atol=1e-6)
+    # The biases of attention's keys have no gradient but rounding errors, which Adam scales up; a step is 1e-2.
+    assert_close_state(found[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
 # Training
