@@ -116,13 +116,14 @@ def of_another_model(job: Job) -> None:
 
 
 def changes_while_it_is_read(job: Job) -> None:
-    """Have the file written to between two of the reads."""
+    """Have the file written to after it was opened; this rank reads its part afterwards."""
     import fsdp.checkpoint.loader as loader
 
     read = loader.read
 
     def changed_first(*args: Any) -> Any:
-        flip(job.file("model*.safetensors"))
+        place = job.file("model*.safetensors")
+        place.write_bytes(bytes(byte ^ 1 for byte in place.read_bytes()))
         return read(*args)
 
     job.stack.enter_context(mock.patch.object(loader, "read", changed_first))
