@@ -59,7 +59,7 @@ setup(
     install_requires=["torch>=2.11", "numpy"],
     extras_require={
         "train": ["tqdm"],
-        "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors", "setuptools>=77"],
+        "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors", "setuptools>=77", "spmd_types>=0.3"],
         **INTEGRATIONS,  # for the modules of these names, and for tests, which skip without it
         # The reference imports all modules.
         "docs": [

@@ -237,6 +237,7 @@ class DTensorForm:
         self._spread, self._replicas = spread, replicas
         self._placement_of, self._mp_policy = placement_of, mp_policy
         self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
+        self._parts: dict[str, MeshPart | None] = {}  # of those that are on a mesh already
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
         for param, places in found.items():
@@ -246,9 +247,7 @@ class DTensorForm:
                     f"{name} has no dimensions, and so no rows: on a 2-D mesh make it of shape [1] (and use it as it "
                     "is, by broadcasting), or pass it in ignored_params"
                 )
-            part = MeshPart.of(param)
-            if part is not None:
-                self._spread.check(name, part)
+            self._parts[name] = self._spread.of_unsharded(name, param)
             self._dims[name] = self._dim_of(name, param)
         for param in tied:
             split_off(param, lender_of(param))
@@ -259,7 +258,7 @@ class DTensorForm:
         from fsdp.layers.extended_params import ExtendedParameters  # as this does
 
         new_orig_params, shards = partial(DTensorParams, spread=self._spread), []
-        groups = [params for _, params in group(found, unit.precision_at, _kind_of)]
+        groups = [params for _, params in group(found, unit.precision_at, self._kind_of)]
         for params in groups:
             dims = tuple(self._dims[found[param][0].fqn] for param in params)
             # Scalars are unsharded on every rank, as if all ranks were replicas.
@@ -269,7 +268,7 @@ class DTensorForm:
             are_replicas = is_replicated or unit.comm.world_size == 1
             align = 1 if are_replicas and unit.comm.world_size * self._replicas > 1 else ALIGNED
             flat_param = make(params, align=align, layout_type=RowsLayout, dims=dims, **ranks)
-            flat_param.parts = tuple(part and self._spread.of_unsharded(part) for part in flat_param.parts)
+            flat_param.parts = tuple(self._parts[found[param][0].fqn] for param in params)
             places = [found[param] for param in params]
             shard = Shard(flat_param, places, (), new_orig_params, is_replicated=is_replicated)
             if holds_extended(params[0]):  # what its methods make cannot be kept among a few ranks
@@ -295,10 +294,10 @@ class DTensorForm:
             )
         return dim % param.dim()
 
-
-def _kind_of(name: str, param: nn.Parameter) -> Hashable:
-    """Return what tells parameters apart that do not share a flat parameter."""
-    return param.dim() == 0, holds_extended(param)
+    def _kind_of(self, name: str, param: nn.Parameter) -> Hashable:
+        """Return what tells parameters apart that do not share a flat parameter."""
+        part = self._parts[name]
+        return param.dim() == 0, holds_extended(param), None if part is None else part.kind
 
 
 def _placements(given: Placements | None, reshard_after_forward: Any, spread: DataParallelSpread) -> Placements:

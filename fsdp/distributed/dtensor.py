@@ -33,6 +33,12 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_annotated(tensor: Tensor) -> bool:
+    """Return whether a plain tensor is annotated with its place on a mesh, by the package `spmd_types`."""
+    module = sys.modules.get("spmd_types")
+    return module is not None and not is_dtensor(tensor) and bool(module.get_local_type(tensor))
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's local part of a `DTensor`, in the same memory; a plain tensor is its own."""
     if is_dtensor(tensor):
@@ -185,6 +191,10 @@ class MeshPart:
 
         made: DTensor = DTensor.__new__(DTensor, local.detach(), self._spec(local.dtype), requires_grad=False)
         return made
+
+    def shown(self, local: Tensor) -> Tensor:
+        """Return the tensor that modules compute with, around the unsharded local part."""
+        return self.dtensor(local)
 
     @cached_property
     def _placements_text(self) -> str:

@@ -88,7 +88,7 @@ class ForwardHooks:
                     runtime = self._unit.runtime or self._unit.ensure_runtime()
                     runtime.before_forward(self._unit, inputs)
                 if self._brings_inputs and runtime.root is self._unit:
-                    inputs = map_tensors(lambda tensor: tensor.to(self._unit.device), inputs)
+                    inputs = map_tensors(partial(_on_device, self._unit.device), inputs)
         return self._cast_inputs(inputs)
 
     @uncompiled
@@ -158,6 +158,11 @@ class ForwardHooks:
             return cast_floats(inputs, unit.precision.input_dtype(unit.device.type))
         own = next((handle.flat_param.dtype for handle in unit.handles if handle.is_cast), None)
         return cast_floats(inputs, own)
+
+
+def _on_device(device: torch.device, tensor: Tensor) -> Tensor:
+    # Also where nothing is to be done, `to` is an operation that modes see.
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _outlive_buffers(handles: Sequence[FlatParamHandle], tensor: Tensor) -> Tensor:

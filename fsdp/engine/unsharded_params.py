@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.communicator import uncompiled
-from fsdp.distributed.dtensor import local_part, memory_of, set_local_part
+from fsdp.distributed.dtensor import is_dtensor, local_part, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves, accumulator_of
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
@@ -64,7 +64,7 @@ class UnshardedParameters:
         self._nbytes = full.numel() * full.element_size()
         views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
         parts, self._attributes = flat_param.parts, flat_param.attributes
-        seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
+        seen = [part.shown(view) if part else view for view, part in zip(views, parts, strict=True)]
         self._on_gradient = on_gradient
         self._requires_grad = list(requires_grad)
         self._has_wide_gradients = (flat_param.grad_dtype or flat_param.dtype).itemsize > flat_param.dtype.itemsize
@@ -72,7 +72,8 @@ class UnshardedParameters:
         self._placeholders: dict[str, Placeholder] = {}
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
         self._freed = FreedLeaves(self.leaves)
-        self._version_of: Callable[[Any], int] = version_of_dtensor if any(parts) else operator.attrgetter("_version")
+        are_dtensors = any(map(is_dtensor, self.leaves))
+        self._version_of: Callable[[Any], int] = version_of_dtensor if are_dtensors else operator.attrgetter("_version")
         self._placed = [view.numel() > 0 for view in views]
         self._expected: list[int] | None = None  # the versions of the leaves, while they have the gathered values
         if is_shard:

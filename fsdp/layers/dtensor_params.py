@@ -45,6 +45,7 @@ from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import running
 from fsdp.engine.user_attributes import attributes_of, give_attributes
+from fsdp.layers.annotated_params import annotated_part
 
 
 @cache
@@ -119,6 +120,7 @@ class DataParallelSpread:
 
     def __init__(self, given: DeviceMesh, dims: Any) -> None:
         self._whole, self.mesh, self.is_sharded = None if dims is None else given, given, True
+        self._data_dims: frozenset[int] = frozenset()
         if dims is None:
             return
         known = given.mesh_dim_names or ()
@@ -135,9 +137,17 @@ class DataParallelSpread:
         self._shard_dims = sorted(map(known.index, dims.shard_names))
         self._data_dims = frozenset(map(known.index, (*dims.shard_names, *dims.replicate_names)))
 
-    def check(self, name: str, part: MeshPart) -> None:
-        """Raise ValueError for a `DTensor` that cannot be spread."""
-        part = self.of_unsharded(part)
+    def of_unsharded(self, name: str, param: nn.Parameter) -> MeshPart | None:
+        """Return the record of a parameter that is a `DTensor` or annotated, None for others.
+
+        Raises:
+            ValueError: if it cannot be spread.
+        """
+        part = MeshPart.of(param)
+        if part is None:
+            return annotated_part(name, param, self._whole, self._data_dims)
+        if part.mesh == self._whole:
+            part = replace(part, data_dims=self._data_dims)
         if not part.data_dims:
             joint_mesh(name, part, self.mesh)
         for dim in sorted(part.data_dims):
@@ -147,17 +157,14 @@ class DataParallelSpread:
                     f"{name}: Expected Replicate() along {known[dim]!r}, a dimension for data parallelism, got "
                     f"{part.placements[dim]!r}. Redistribute it before sharding."
                 )
-
-    def of_unsharded(self, part: MeshPart) -> MeshPart:
-        """Return the record of an unsharded `DTensor`, which knows whether it is on dimensions for data parallelism."""
-        return replace(part, data_dims=self._data_dims) if part.mesh == self._whole else part
+        return part
 
     def of_sharded(self, slot: Slot, part: MeshPart | None) -> MeshPart:
         """Return the record of a sharded parameter.
 
         Args:
             slot: of the parameter, or of its local part.
-            part: the record of the unsharded parameter, if it is a `DTensor`. Dimensions for data parallelism come
+            part: the record of the unsharded parameter, if it has one. Dimensions for data parallelism come
                 first if it has none; else they stay where they are, but several to shard over become a single one.
         """
         replicated = [Replicate()] * (self.mesh.ndim - 1)
@@ -169,7 +176,7 @@ class DataParallelSpread:
         if not part.data_dims:
             return MeshPart(joint_mesh(slot.name, part, self.mesh), (*replicated, last, *part.placements), part.shape)
         if not self.is_sharded:
-            return replace(part, data_dims=frozenset())
+            return MeshPart(part.mesh, part.placements, part.shape)
         placements: list[Placement] = list(part.placements)
         if len(self._shard_dims) == 1:
             placements[first] = last

@@ -236,7 +236,7 @@ class ExtendedParameters(UnshardedParameters):
         held, inside = list[Tensor](), dict[int, list[Tensor]]()
         for number, (param, part) in enumerate(zip(self._params, self._parts, strict=True)):
             made, inner = param.make()
-            seen = made if part is None else part.dtensor(made)
+            seen = made if part is None else part.shown(made)
             leaf = self.leaves[number] = self._new_leaf(number, seen, self._requires_grad[number])
             own = [*param.received, *inner]
             inside[id(leaf)] = [*(inner_of(local_part(leaf)) or [local_part(leaf)]), *own]

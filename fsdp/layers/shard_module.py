@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import Group, served_device
-from fsdp.distributed.dtensor import check_ranks
+from fsdp.distributed.dtensor import check_ranks, is_annotated
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.ignored import Ignored
@@ -290,6 +290,13 @@ class WrapperForm:
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
         refuse_nothing_own(found, tied, type(module).__name__)
+        for param, places in found.items():
+            if is_annotated(param):
+                raise NotImplementedError(
+                    f"{places[0].fqn} has annotations of spmd_types, which say that ranks hold parts of it: "
+                    "FullyShardedDataParallel would take the parts for the parameter. Shard the module by "
+                    "fsdp.fully_shard(module, mesh=..., dp_mesh_dims=...)."
+                )
         return found
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:

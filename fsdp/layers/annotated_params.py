@@ -1,0 +1,119 @@
+"""Plain parameters with annotations of the `spmd_types` package, which say how they lie on a device mesh.
+
+Modules compute with plain tensors: each rank with its part. Under `fully_shard` optimizers and checkpoints see a
+`DTensor` on all of the mesh, and a gradient is summed over the dimensions on which the annotation says that it is
+partial. torch's `fully_shard` (from 2.15) defines this translation; torchtitan annotates its parameters so.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp.distributed.dtensor import MeshPart, is_annotated, is_dtensor
+
+
+@dataclass(frozen=True)
+class AnnotatedPart(MeshPart):
+    """The mesh, placements and shape that an annotation gives to a plain tensor.
+
+    Args:
+        grad_placements: those of its gradient, for each dimension of the mesh.
+    """
+
+    grad_placements: tuple[Placement, ...] = ()
+
+    def shown(self, local: Tensor) -> Tensor:
+        return local
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        both = enumerate(zip(self.grad_placements, self.placements, strict=True))
+        if not is_dtensor(gradient) and any(dim not in self.data_dims and one != own for dim, (one, own) in both):
+            gradient = DTensor.from_local(gradient, self.mesh, self.grad_placements, run_check=False)
+        return super().gradient(gradient)
+
+    def to_local(self, name: str, value: Tensor) -> Tensor:
+        is_part = not is_dtensor(value) and value.shape == self.held_of(torch.empty(self.shape, device="meta")).shape
+        return value if is_part else super().to_local(name, value)
+
+
+def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims: Collection[int]) -> MeshPart | None:
+    """Return the record of an annotated parameter, None if it has no annotation.
+
+    Args:
+        name: of the parameter, in messages.
+        mesh: of all ranks that hold parts of it; None if that was not given.
+        data_dims: the numbers of the mesh's dimensions for data parallelism.
+
+    Raises:
+        ValueError: without a mesh, or for an annotation that does not give a placement for each dimension of it.
+    """
+    if not is_annotated(param):
+        return None
+    if mesh is None:
+        raise ValueError(
+            f"{name} has annotations of spmd_types: pass fully_shard the whole mesh of the parameter, and which of its "
+            "dimensions are for data parallelism, as in dp_mesh_dims=DataParallelMeshDims(shard='dp')."
+        )
+    spmd: Any = sys.modules["spmd_types"]
+    axes = {spmd.MeshAxis.of(mesh.get_group(dim)): dim for dim in range(mesh.ndim) if mesh.size(dim) > 1}
+    annotated = dict(spmd.get_local_type(param)) | _shards(spmd, name, param, axes)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    grad_placements = [Partial() if dim in data_dims else own for dim, own in enumerate(placements)]
+    missing = {axis: dim for axis, dim in axes.items() if dim not in data_dims and axis not in annotated}
+    for axis, kind in annotated.items():
+        dim = axes.get(axis)
+        if dim is None or dim in data_dims:  # it may also be of several dimensions for data parallelism
+            if kind is not spmd.R:
+                raise ValueError(
+                    f"{name} is annotated as {kind} over {axis}, where only spmd_types.R is possible: fully_shard sums "
+                    "gradients over the dimensions for data parallelism, and knows no others than those of the mesh."
+                )
+        else:
+            placements[dim] = _placement(spmd, name, kind)
+            grad_placements[dim] = _placement(spmd, name, kind.backward_type())
+    if missing:
+        known = mesh.mesh_dim_names or range(mesh.ndim)
+        raise ValueError(
+            f"{name} has annotations of spmd_types, but none for {[known[dim] for dim in missing.values()]} of the "
+            "mesh: annotate it for each dimension that is not in dp_mesh_dims (spmd_types.assert_type)."
+        )
+    if math.prod(axis.size() for axis in annotated) < mesh.size():
+        # For type checks of what modules compute: there, the parameter is replicated for data parallelism.
+        others = [axis for axis in spmd.current_mesh() or axes if not any(axis <= known for known in annotated)]
+        spmd.assert_type(param, dict.fromkeys(others, spmd.R))
+    local = DTensor.from_local(param.detach(), mesh, placements, run_check=False)
+    return AnnotatedPart(mesh, tuple(placements), local.shape, frozenset(data_dims), tuple(grad_placements))
+
+
+def _shards(spmd: Any, name: str, param: Tensor, axes: Mapping[Any, int]) -> dict[Any, Any]:
+    """Return the shardings along each axis that a `PartitionSpec` gives; the dimensions of a mesh divide in order."""
+    found: dict[Any, Any] = {}
+    spec = spmd.get_partition_spec(param)
+    for dim, entry in enumerate(() if spec is None else spmd.normalize_partition_spec(spec)):
+        each = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        numbers = [axes[axis] for axis in each if axis in axes]
+        if numbers != sorted(numbers):
+            raise NotImplementedError(
+                f"{name} is annotated with {spec}: dimension {dim} is divided in another order than the mesh's. "
+                "Annotate it in the order of the mesh."
+            )
+        found |= {axis: spmd.S(dim) for axis in each}
+    return found
+
+
+def _placement(spmd: Any, name: str, kind: Any) -> Placement:
+    try:
+        found: Placement = spmd.spmd_type_to_dtensor_placement(kind)
+    except ValueError as error:
+        raise ValueError(f"{name} is annotated as {kind}, which is no placement of a DTensor: {error}") from error
+    return found

@@ -1,0 +1,286 @@
+"""Plain parameters that `spmd_types` annotates: local parts for modules, `DTensor`s for optimizers and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.functional import linear
+
+import fsdp
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import RankPool
+
+spmd = pytest.importorskip("spmd_types")
+typecheck = pytest.importorskip("spmd_types.checker").typecheck
+
+BATCH = 12
+Dims = fsdp.DataParallelMeshDims
+TYPES = {
+    "scale": spmd.R,  # each rank uses it for a part of the batch
+    "up.weight": spmd.S(0),
+    "up.bias": spmd.S(0),
+    "down.weight": spmd.S(1),
+    "down.bias": spmd.I,  # after the sum, the same on each rank
+}
+PLACED = {"scale": Replicate(), "up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
+
+class Perceptron(nn.Module):
+    """The unsharded model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(6))
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(inputs * self.scale)))
+
+
+class RowLinear(nn.Linear):
+    """A linear layer whose ranks hold some of the inputs' weights each."""
+
+    group: Any
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _Sum.apply(linear(inputs, self.weight), self.group) + self.bias
+
+
+class ParallelPerceptron(Perceptron):
+    """Computes on the local parts over the dimension ``tp`` of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.tp = mesh["tp"]
+        self.down.__class__ = RowLinear
+        self.down.group = self.tp.get_group()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        parts = inputs.chunk(self.tp.size())
+        scaled = _Gather.apply(parts[self.tp.get_local_rank()] * self.scale, self.tp)
+        return self.down(torch.tanh(self.up(_Copy.apply(scaled, self.tp.get_group()))))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value, group=group)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        found = [torch.empty_like(value) for _ in range(mesh.size())]
+        dist.all_gather(found, value.contiguous(), group=mesh.get_group())
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.mesh.size())[ctx.mesh.get_local_rank()], None
+
+
+def annotated(mesh: DeviceMesh, types: Mapping[str, Any] = TYPES) -> ParallelPerceptron:
+    """A model of annotated local parts."""
+    model = ParallelPerceptron(mesh)
+    axes = {name: spmd.MeshAxis.of(mesh.get_group(name)) for name in mesh.mesh_dim_names or ()}
+    for name, kind in types.items():
+        module, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        place = PLACED.get(name, Replicate())
+        local = distribute_tensor(getattr(module, attribute).detach(), mesh["tp"], [place]).to_local()
+        param = nn.Parameter(local.contiguous())
+        setattr(module, attribute, param)
+        spmd.assert_type(param, {axes["tp"]: kind} | {axis: spmd.R for each, axis in axes.items() if each != "tp"})
+    return model
+
+
+def sharded(mesh: DeviceMesh, dims: Any = None) -> ParallelPerceptron:
+    model = annotated(mesh)
+    dims = dims or Dims("dp")
+    fsdp.fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
+    fsdp.fully_shard(model.down, mesh=mesh, dp_mesh_dims=dims)
+    return fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: Any, step: int, *, data_rank: int = 0, data_ranks: int = 1) -> Tensor:
+    """Return the norm of the gradients, of which a small part is kept."""
+    model(batch(step).chunk(data_ranks)[data_rank]).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def assert_weights_of(plain: nn.Module, model: nn.Module) -> None:
+    for (name, expected), param in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(param, DTensor)
+        torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=1e-10, atol=1e-12, msg=name)
+
+
+MESHES = {
+    "tensors alone": (("dp", "tp"), (1, 2), Dims("dp")),
+    "data alone": (("dp", "tp"), (3, 1), Dims("dp")),
+    "tensors last": (("dp", "tp"), (2, 2), Dims("dp")),
+    "tensors first": (("tp", "dp"), (2, 2), Dims("dp")),
+    "replicas": (("dp", "tp"), (2, 2), Dims(replicate="dp")),
+    "hybrid": (("rep", "dp", "tp"), (2, 1, 2), Dims("dp", "rep")),
+    "two that are one": (("dp", "cp", "tp"), (2, 1, 2), Dims(("dp", "cp"))),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_trains_as_the_unsharded_model(ranks: RankPool, case: str, tmp_path: Path) -> None:
+    names, shape, dims = MESHES[case]
+    ranks(torch.Size(shape).numel()).run(_train, names, shape, dims, str(tmp_path / "checkpoint"))
+
+
+def _train(names: tuple[str, ...], shape: tuple[int, ...], dims: Any, path: str) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data = [name for name in names if name != "tp"]
+    data_mesh = mesh[data[0]] if len(data) == 1 else mesh[tuple(data)]._flatten("all_data")
+    plain, model = Perceptron(), sharded(mesh, dims)
+    optimizers = adamw(plain), adamw(model)
+    where = {"data_rank": data_mesh.get_local_rank(), "data_ranks": data_mesh.size()}
+    for step in range(3):
+        expected, norm = train(plain, optimizers[0], step), train(model, optimizers[1], step, **where)
+        torch.testing.assert_close(norm, expected)
+    assert_weights_of(plain, model)
+    fsdp.save(path, model, optimizers[1])
+    loaded = Perceptron()
+    loaded_optimizer = adamw(loaded)
+    fsdp.load(path, loaded, loaded_optimizer)
+    torch.testing.assert_close(loaded.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-12)
+    again = sharded(mesh, dims)
+    optimizer = adamw(again)
+    fsdp.load(path, again, optimizer)
+    train(plain, optimizers[0], 3)
+    train(again, optimizer, 3, **where)
+    assert_weights_of(plain, again)
+
+
+@on_ranks(4)
+def test_modules_compute_with_plain_parameters_and_optimizers_step_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = sharded(mesh)
+    seen = []
+    model.up.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    model(batch(0))
+    (weight,) = seen
+    assert not isinstance(weight, DTensor)
+    assert weight.shape == (4, 6)
+    assert spmd.get_local_type(weight)[spmd.MeshAxis.of(mesh.get_group("tp"))] is spmd.V
+    assert isinstance(model.up.weight, DTensor)
+    assert model.up.weight.shape == (8, 6)
+    assert model.up.weight.device_mesh == mesh
+    assert model.down.weight.placements == (Shard(0), Shard(1))
+
+
+@on_ranks(2)
+def test_keeps_what_is_written_to_unsharded_parts() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    plain, model = Perceptron(), sharded(mesh)
+    model.up.unshard()
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+        plain.up.weight.mul_(2)
+    model.up.reshard()
+    assert_weights_of(plain, model)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "no mesh": ({"up.weight": spmd.S(0)}, None, r"up\.weight.*dp_mesh_dims"),
+    "no placement": ({"up.weight": spmd.V}, Dims("dp"), r"up\.weight.*no placement"),
+    "a data dimension": ({"up.weight": spmd.S(0)}, Dims("tp"), r"up\.weight.*only spmd_types\.R"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_an_annotation_that_has_no_shards_is_an_error(ranks: RankPool, case: str) -> None:
+    ranks(2).run(_expect, *FAULTS[case])
+
+
+def _expect(types: dict[str, Any], dims: Any, message: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = annotated(mesh, types)
+    with pytest.raises(ValueError, match=message):
+        fsdp.fully_shard(model, mesh=mesh["dp"] if dims is None else mesh, dp_mesh_dims=dims)
+
+
+@on_ranks(4)
+def test_a_dimension_without_annotation_is_an_error() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Perceptron()
+    spmd.assert_type(model.scale, {spmd.MeshAxis.of(mesh.get_group("dp")): spmd.R})
+    with pytest.raises(ValueError, match=r"scale.*none for \['tp'\]"):
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
+
+
+@on_ranks(2)
+def test_a_wrapper_refuses_parts() -> None:
+    model = annotated(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
+    with pytest.raises(NotImplementedError, match=r"scale has annotations.*fully_shard"):
+        fsdp.FullyShardedDataParallel(model)
+
+
+@on_ranks(4)
+def test_types_are_checked_where_modules_compute() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = (spmd.MeshAxis.of(mesh.get_group(name)) for name in ("dp", "tp"))
+    model = nn.Linear(6, 4)
+    for param in model.parameters():
+        spmd.assert_type(param, {tp: spmd.S(0)})
+    with spmd.set_current_mesh(mesh):
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
+    with spmd.set_current_mesh(mesh), typecheck():
+        for _ in range(2):
+            inputs = spmd.assert_type(torch.randn(3, 6), {dp: spmd.V, tp: spmd.R})
+            assert spmd.get_local_type(model(inputs)) == {dp: spmd.V, tp: spmd.V}
+        with pytest.raises(spmd.SpmdTypeError):
+            model(spmd.assert_type(torch.randn(3, 6), {dp: spmd.V, tp: spmd.P}))
+
+
+@on_ranks(4)
+def test_a_division_in_another_order_than_the_meshes_is_an_error() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    model = nn.Linear(6, 2, bias=False)
+    ep, tp = (spmd.MeshAxis.of(mesh.get_group(name)) for name in ("ep", "tp"))
+    spmd.assert_type(model.weight, {ep: spmd.V, tp: spmd.V}, partition_spec=spmd.PartitionSpec((tp, ep), None))
+    with pytest.raises(NotImplementedError, match=r"weight.*another order"):
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
