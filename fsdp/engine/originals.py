@@ -5,6 +5,7 @@ A tied module outside of the unit may hold one, or an optimizer that was made to
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.user_attributes import Attributes, attributes_of
 
 Places = list[ParamInfo]
 
@@ -131,21 +133,38 @@ _IN_DDP = (
 
 
 def refuse_held(root: nn.Module) -> None:
-    """Raise RuntimeError if a module of a tree still holds an original parameter that was taken over."""
+    """Raise RuntimeError if a module of a tree still holds an original parameter that was taken over.
+
+    Warn of an original in an attribute of another parameter, which may be a mark that no computation reads.
+    """
     originals = {key: taken for key, taken in _taken.items() if taken.is_used}
     for path, module in root.named_modules() if originals else ():
-        for name, value in module.__dict__.items():
-            for param in () if name in _OF_MODULES else _tensors_in(value):
+        values = [(name, value, False) for name, value in module.__dict__.items() if name not in _OF_MODULES]
+        marks = [(name, attributes, True) for name, attributes in _set_on_parameters(module)]
+        for name, value, is_mark in [*values, *marks]:
+            for param in _tensors_in(value):
                 if id(param) in originals and taken_over(param) is not None:
                     remedy = _IN_DDP if isinstance(module, DistributedDataParallel) else _HELD
-                    raise RuntimeError(
+                    message = (
                         f"{clean_name(join(path, name))} holds the original parameter "
                         f"{originals[id(param)].description}, whose module was sharded since: computations with the "
-                        f"original would not train the model. {remedy}"
+                        f"original would not train the model, and read values from before. {remedy}"
                     )
+                    if not is_mark:
+                        raise RuntimeError(message)
+                    warnings.warn(message, stacklevel=2)
 
 
 _OF_MODULES = {"_parameters", "_buffers", "_modules"}
+
+
+def _set_on_parameters(module: nn.Module) -> Iterator[tuple[str, Attributes]]:
+    """Yield the names of a module's parameters, those in flat parameters included, and the attributes set on each."""
+    for name, param in module._parameters.items():
+        if isinstance(param, FlatParameter):
+            yield from zip(param.metadata()[0], param.attributes, strict=True)
+        elif param is not None:
+            yield name, attributes_of(param)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -106,6 +106,29 @@ def test_a_flat_parameter_keeps_what_was_set_on_its_parts_in_copies_and_files() 
     ]
 
 
+class Linked(nn.Module):
+    """Computes with a parameter that is an attribute of another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(1))
+        self.scale.linked = self.weight  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.scale.linked * self.scale  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [*KINDS[:3], {"fully_shard": True}], ids=str)
+@on_ranks(2)
+def test_a_parameter_in_an_attribute_of_another_is_named_in_a_warning(options: dict[str, Any]) -> None:
+    if options.get("fully_shard"):
+        model: Any = fully_shard(Linked(), mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = fully_sharded(**options)(Linked())
+    with torch.no_grad(), pytest.warns(UserWarning, match="scale holds the original parameter weight"):
+        model(torch.ones(2, 4))
+
+
 def test_names_that_stand_for_something_else_are_not_overwritten() -> None:
     module = nn.Linear(3, 2)
     module.weight.group, module.weight.owner = "mine", "me"  # type: ignore[attr-defined]
