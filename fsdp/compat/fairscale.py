@@ -57,7 +57,8 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
     if type_fn(container):
         return fn(container)
     if isinstance(container, PackedSequence):
-        return container._replace(data=apply_to_type(type_fn, fn, container.data))
+        data = apply_to_type(type_fn, fn, container.data)
+        return container if data is None else container._replace(data=data)  # None: `fn` has written in place
     if isinstance(container, dict):
         copied = type(container)() if isinstance(container, OrderedDict) else {}
         copied.update((key, apply_to_type(type_fn, fn, value)) for key, value in container.items())

@@ -182,6 +182,17 @@ def test_apply_to_tensors_goes_into_any_container() -> None:
     assert float(nest["a"][0]) == 1.0
 
 
+def test_a_function_that_writes_in_place_keeps_a_packed_sequence() -> None:
+    def fill(tensor: torch.Tensor) -> None:
+        tensor.fill_(0)
+
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    found = apply_to_tensors(fill, {"a": packed})["a"]
+    padded, lengths = nn.utils.rnn.pad_packed_sequence(found)
+    assert not padded.any()
+    assert lengths.tolist() == [2, 1]
+
+
 def test_keywords_are_packed_and_unpacked() -> None:
     keys, values = pack_kwargs(1, 2, a=3, b=4)
     assert (keys, values) == (("a", "b"), (1, 2, 3, 4))
