@@ -110,7 +110,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             )
         params = params_of(optimizer)
         reduce_deferred(param.owner for param in params if is_ours(param))
-        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        # By class too: torch's function refuses `DTensor`s beside the ordinary gradients of ignored parameters.
+        grads: dict[tuple[torch.device, torch.dtype, type], list[Tensor]] = {}
         for param in params:
             if is_ours(param):
                 if param.owner._has_unreduced and param.grad is not None:
@@ -126,9 +127,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 if param.grad.is_sparse:  # of a parameter that is not sharded
                     param.grad = param.grad.coalesce()
                 grad = param.grad._values() if param.grad.is_sparse else param.grad
-                grads.setdefault((grad.device, grad.dtype), []).append(grad)
+                grads.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
         flags: dict[torch.device, Tensor] = {}
-        for (device, _), group in grads.items():
+        for (device, *_), group in grads.items():
             # Blocking copies: torch's own scaler does not wait for its, so CPU gradients may be scaled by an old value.
             flag = flags.setdefault(device, found_inf.detach().to(device, copy=True))
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inv_scale.to(device))

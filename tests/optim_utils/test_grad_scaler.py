@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp import ShardedGradScaler
+from fsdp import ShardedGradScaler, fully_shard
 from fsdp.distributed.collectives import DirectExchange, TorchCollectives
+from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.models import Net, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -434,6 +435,24 @@ def test_gradients_that_are_not_reduced_are_refused(tmp_path: Path, offload: str
         for refused in (scaler.unscale_, scaler.step):
             with pytest.raises(RuntimeError, match=r"ShardedGradScaler: .* no_sync\(\) are not reduced"):
                 refused(optimizer)
+
+
+@on_ranks(2)
+def test_ignored_parameters_under_fully_shard_are_unscaled_and_skipped_with_the_others() -> None:
+    layer = nn.Linear(5, 4)
+    model = fully_shard(layer, ignored_params={layer.bias})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for scaler in (new_scaler(init_scale=64.0), new_scaler(enabled=False)):
+        backward(model, scaler)
+        scaler.unscale_(optimizer)
+        gradients.append([full_tensor(param.grad) for param in model.parameters()])
+    torch.testing.assert_close(*gradients)
+    scaler = new_scaler()
+    backward(model, scaler)
+    if dist.get_rank() == 1:
+        spoil_shard([layer.bias])
+    assert not step_changes(scaler, optimizer)
 
 
 def test_sparse_gradients_of_other_parameters_are_unscaled() -> None:
