@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return the same nested lists, tuples, mappings and dataclasses with `function` applied to their tensors.
 
     Other values are unchanged. Containers without a change are returned themselves, so types that cannot be rebuilt
@@ -19,7 +19,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree)[0]  # nearly always a tensor
 
 
-def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> tuple[Any, bool]:
+def _mapped(function: Callable[[Tensor], Any], tree: Any) -> tuple[Any, bool]:
     """The new tree, and whether it is another. By a flag, because compilers cannot tell containers from each other."""
     if isinstance(tree, Tensor):
         new = function(tree)
@@ -42,7 +42,7 @@ def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> tuple[Any, bool]
     return tree, False
 
 
-def _changed(function: Callable[[Tensor], Tensor], values: dict[Any, Any]) -> dict[Any, Any]:
+def _changed(function: Callable[[Tensor], Any], values: dict[Any, Any]) -> dict[Any, Any]:
     """Return the new values of those that change."""
     results = {key: _mapped(function, value) for key, value in values.items()}
     return {key: value for key, (value, changed) in results.items() if changed}

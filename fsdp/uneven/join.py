@@ -14,6 +14,7 @@ from torch import nn
 from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.consensus import agree_on, from_everyone
 from fsdp.engine.runtime import Runtime, runtime_of_root
+from fsdp.engine.trees import map_tensors
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers.grad_clipping import clip_grad_norm, clip_grad_value
 from fsdp.uneven.messages import Kind, Message, float_of
@@ -190,14 +191,23 @@ class Joining:
         elif event.kind == Kind.STEP:
             optimizer = self._optimizers[event.subject]
             for group, options in zip(optimizer.param_groups, self._share_options(b""), strict=True):
-                group.update(options)
+                group.update({name: _taken(group.get(name), value) for name, value in options.items()})
             optimizer.step()
             if self._after_step is not None:
                 self._after_step(optimizer)
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Return the options of each group, with numbers instead of tensors, which ranks would pickle differently."""
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return map_tensors(lambda tensor: tensor.tolist(), options)
+
+
+def _taken(own: Any, given: Any) -> Any:
+    """Return another rank's value of an option, in the tensors of this rank, to which schedulers may refer."""
+    if isinstance(own, tuple) and isinstance(given, tuple) and len(own) == len(given):
+        return tuple(map(_taken, own, given))
+    return own.copy_(torch.as_tensor(given)) if isinstance(own, torch.Tensor) else given
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

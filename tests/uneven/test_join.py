@@ -110,6 +110,26 @@ def test_what_steps_do_finished_ranks_do_too(case: Case) -> None:
 
 
 @on_ranks(3)
+def test_options_in_tensors_are_those_of_ranks_with_batches() -> None:
+    plain, model = pair()
+    train_plain(plain, decay=0.9)
+    _held = [torch.ones(1) for _ in range(9 * dist.get_rank())]  # so that each rank has its tensors elsewhere
+    rate, betas = torch.tensor(0.01), (torch.tensor(0.9), torch.tensor(0.999))
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=betas, foreach=False)
+    with fsdp.join(model, optimizer):
+        for batch in batches(dist.get_rank(), COUNTS[dist.get_rank()]):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.mul_(0.9)
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    # Compiled steps and schedulers refer to these tensors.
+    group = optimizer.param_groups[0]
+    assert group["lr"] is rate
+    assert group["betas"][0] is betas[0]
+
+
+@on_ranks(3)
 def test_values_are_clipped_on_finished_ranks() -> None:
     torch.set_default_dtype(torch.float64)
     model = nested_mlp(fully_sharded())
