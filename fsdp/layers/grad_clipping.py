@@ -181,7 +181,8 @@ def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> N
         if handle.flat_param.has_unreduced:
             raise RuntimeError(
                 f"cannot {what}: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
-                "ranks yet. Run the last backward of the step outside no_sync()."
+                "ranks yet. Run the last backward of the step outside no_sync(). Or call fsdp.reduce_gradients(model), "
+                "as with SHARD_OPTIM, whose gradients accumulate so until the step."
             )
 
 

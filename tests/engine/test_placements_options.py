@@ -161,6 +161,18 @@ def test_the_last_backward_may_reduce_while_it_runs() -> None:
 
 
 @on_ranks(2)
+def test_gradients_that_wait_for_the_step_are_shown_after_a_reduction() -> None:
+    model = fully_sharded(sharding_strategy=ShardingStrategy.SHARD_OPTIM)(Tower())
+    model(torch.ones(1, 5)).sum().backward()
+    message = r"cannot show gradients.*fsdp\.reduce_gradients\(model\).*SHARD_OPTIM"
+    with pytest.raises(RuntimeError, match=message), model.summon_full_params(with_grads=True):
+        pass
+    fsdp.reduce_gradients(model)
+    with model.summon_full_params(with_grads=True):
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
 def test_kept_parameters_are_not_listed_in_the_places_of_shards() -> None:
     torch.manual_seed(0)
     model: Any = Tower()
