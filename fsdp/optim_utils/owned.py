@@ -701,6 +701,12 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
             f"{original.name} has no values yet: make the OwnedOptimizer after fsdp.materialize, or after to_empty() "
             "and a load"
         )
+    if handle is None and not one.param.is_contiguous():
+        raise NotImplementedError(
+            f"{original.name} is ignored and not contiguous (channels_last, or transposed), and an OwnedOptimizer "
+            "steps contiguous memory. Write param.data = param.data.contiguous() before, or step it with another "
+            "optimizer, and pass {'params': ..., 'optimizer': None} for it here."
+        )
     if handle is not None and handle.storage.files is not None:
         raise NotImplementedError(
             f"the shard of {original.name} is on disk, where an OwnedOptimizer does not keep state. Offload to the "

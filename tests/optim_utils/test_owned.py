@@ -554,6 +554,21 @@ def test_tensor_parallel_parameters_are_refused() -> None:
 
 
 @on_ranks(2)
+def test_ignored_parameters_that_are_not_contiguous_are_refused() -> None:
+    ignored = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    module = nn.Sequential(ignored, nn.Flatten(), nn.Linear(12, 2))
+    model = FullyShardedDataParallel(module, ignored_modules=[ignored])
+    groups: list[dict[str, Any]] = [{"optimizer": torch.optim.AdamW}]
+    with pytest.raises(NotImplementedError, match=r"0\.weight is ignored and not contiguous.*\.contiguous\(\)"):
+        owned(model, groups)
+    ignored.weight.data = ignored.weight.data.contiguous()
+    optimizer, before = owned(model, groups), ignored.weight.detach().clone()
+    model(torch.ones(1, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(ignored.weight, before)
+
+
+@on_ranks(2)
 def test_the_example_of_the_page() -> None:
     page = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
