@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
 from fsdp.checkpoint.model_tensors import Target, keys_of, part_of, read_held
-from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
+from fsdp.checkpoint.safetensors import DTYPES, KINDS, NO_KIND, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.dtensor import local_part
 from fsdp.distributed.gather_extension import values_of
@@ -141,7 +141,7 @@ def kind_to_json(kind: Kind, where: str) -> list[Any]:
     if isinstance(kind, Value):
         return ["value", encoded(kind.value, where)]
     if kind.dtype not in KINDS:
-        raise ValueError(f"{where} is of {kind.dtype}, which safetensors files cannot hold")
+        raise ValueError(f"{where} is of {kind.dtype}, {NO_KIND}")
     word = KINDS[kind.dtype]
     if isinstance(kind, Elements):
         return ["elements", word] if kind.shape is None else ["elements", word, list(kind.shape)]

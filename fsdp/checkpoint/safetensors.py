@@ -77,6 +77,10 @@ DTYPES: dict[str, torch.dtype] = {
     key: getattr(torch, name) for key, name in map(str.split, _NAMES.split(", ")) if hasattr(torch, name)
 }
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+NO_KIND = (
+    "which safetensors files cannot hold. Cast it; or save full state dicts with torch.save, by state_dict() and "
+    "fsdp.optim_utils.full_optim_state_dict()"
+)
 
 
 class SafetensorsFiles(TensorReader):
@@ -467,7 +471,7 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
         raise ValueError(f"two tensors have the name {twice[0]}: a file can contain only one of them")
     for entry in entries:
         if entry.dtype not in KINDS:
-            raise TypeError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")
+            raise TypeError(f"{entry.name} is of {entry.dtype}, {NO_KIND}")
         if len(entry.shape) > _MAX_DIMS:
             raise ValueError(f"{entry.name} has {len(entry.shape)} dimensions, and a file can hold {_MAX_DIMS}")
     bundles: list[list[Entry]] = [[]]

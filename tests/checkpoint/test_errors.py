@@ -193,6 +193,16 @@ def test_parameters_without_values_are_not_saved(tmp_path: Path) -> None:
         fsdp.save(tmp_path / "run", plain)
 
 
+@pytest.mark.parametrize("saved", ["model", "optimizer"])
+def test_a_dtype_that_files_do_not_know_is_an_error_with_a_remedy(tmp_path: Path, saved: str) -> None:
+    model = FullyShardedDataParallel(nn.Linear(3, 2, dtype=torch.complex128), Alone(), use_orig_params=True)
+    optimizer = adam(model.parameters())
+    model(torch.ones(1, 3, dtype=torch.complex128)).abs().sum().backward()
+    optimizer.step()
+    with pytest.raises((TypeError, ValueError), match=r"weight is of torch\.complex128.* cannot hold\. .*torch\.save"):
+        fsdp.save(tmp_path / "run", model, *([optimizer] if saved == "optimizer" else []))
+
+
 def test_a_model_in_use_is_not_saved(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(nested_mlp(), Alone())
     with model.summon_full_params(), pytest.raises(RuntimeError, match="is inside summon_full_params"):
