@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from fsdp.state_dict_utils import gather_state_dict
 
 try:
     from accelerate import Accelerator as _PlainAccelerator
-    from accelerate.utils import DistributedType, gather_object
+    from accelerate.utils import DistributedType, convert_outputs_to_fp32, gather_object
 except ImportError as error:
     raise ImportError("fsdp.accelerate needs accelerate: pip install 'fsdp[accelerate]'") from error
 
@@ -131,8 +131,23 @@ class Accelerator(_PlainAccelerator):
                 f"accelerate knows of {self.num_processes} rank(s), and there are {dist.get_world_size()}: pass "
                 "cpu=True to the Accelerator on CPU, and start the ranks with torchrun or `accelerate launch`"
             )
+        is_prepared = getattr(model, "_is_accelerate_prepared", False)
+        if self.native_amp and not is_prepared and isinstance(model, fsdp.FullyShardedDataParallel):
+            self._autocast(model.module.module)
         # accelerate prepares models in this way if it need not distribute them.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _autocast(self, inside: Any) -> None:
+        """Let the module in a wrapper compute under autocast, as in a `DistributedDataParallel`.
+
+        Its other methods, such as `generate`, do not call the wrapper.
+        """
+        inside._original_forward = forward = inside.forward  # accelerate's name, by which it removes autocast
+        if not hasattr(forward, "__func__"):
+            inside.forward = convert_outputs_to_fp32(self.autocast()(forward))
+            return
+        # A method, so that a copy of the module computes by its own parameters.
+        inside.forward = MethodType(convert_outputs_to_fp32(self.autocast()(forward.__func__)), inside)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Unwrap a model as `accelerate` does; a wrapper becomes its module, whose inner wrappers stay."""

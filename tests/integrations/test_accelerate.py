@@ -150,6 +150,10 @@ def test_bf16_computes_under_autocast_and_a_plain_model_is_treated_as_ever() -> 
             found = logits(model)
             assert found.dtype is torch.float32
             assert torch.equal(found, expected)
+            inside = accelerator.unwrap_model(model)
+            assert torch.equal(logits(inside), expected)  # as `generate` computes
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            assert not torch.equal(logits(inside), expected)
         assert_same_state(accelerator.get_state_dict(plain), made("llama")[0].state_dict())
 
 
