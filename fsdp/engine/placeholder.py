@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Placeholder(Tensor):
     _template: str
     _names: tuple[str, ...]
     stands_for: Tensor | None = None  # what is kept elsewhere, in its place
+    listed: Tensor | None = None  # the parameter that modules list in its place, which is frozen and thawed
 
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -92,15 +93,22 @@ class Placeholder(Tensor):
     # These would act on the placeholder, and be forgotten with it.
     register_hook = register_post_accumulate_grad_hook = _refuse
 
-    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
-        """Refuse to freeze or thaw."""
-        raise RuntimeError(
-            f"{self.message} requires_grad={requires_grad} here would have no effect: freeze or thaw before sharding, "
-            "or set requires_grad of the parameters that the sharded model lists; with use_orig_params=True these are "
-            "single parameters."
-        )
+    def requires_grad_(self, requires_grad: bool = True) -> Placeholder:
+        """Freeze or thaw the parameter that is listed in this place, if it is listed by itself."""
+        if self.listed is None:
+            raise RuntimeError(
+                f"{self.message} requires_grad={requires_grad} here would have no effect: freeze or thaw before "
+                "sharding, or set requires_grad of the parameters that the sharded model lists; with "
+                "use_orig_params=True these are single parameters."
+            )
+        self.listed.requires_grad_(requires_grad)
+        return self
 
-    requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined]
+    def _requires_grad(self) -> bool:
+        own: bool = Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+        return own if self.listed is None else self.listed.requires_grad
+
+    requires_grad = property(_requires_grad, requires_grad_)  # type: ignore[arg-type]
 
 
 class AbsentParameter(Placeholder):

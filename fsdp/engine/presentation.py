@@ -36,7 +36,7 @@ from fsdp.engine.assigned_attributes import attributes_seen_by
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.layout import NO_SLOTS
 from fsdp.engine.originals import is_ours, note_stale
-from fsdp.engine.placeholder import ValuelessParameter
+from fsdp.engine.placeholder import Placeholder, ValuelessParameter
 from fsdp.engine.unsharded_params import UnshardedParameters
 
 _TO_EXPORT = "For torch.export, load the model's checkpoint into the unsharded model."
@@ -157,6 +157,9 @@ class Presentation:
             own_dtype: the dtype of the shard, in which tensors may be lent.
         """
         self._leaves, self._absent = unsharded.leaves, unsharded.absent
+        for _, _, _, slot, entry in self._at:
+            if isinstance(absent := self._absent[slot], Placeholder):
+                absent.listed = entry
         self._forms, self._own_dtype = list(forms), own_dtype
         self.look = Look.SHARDED
         self.refill()

@@ -115,6 +115,25 @@ def test_adapters_are_switched(form: str) -> None:
         torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", ["original", "fully_shard"])
+@on_ranks(2, timeout=PATIENCE)
+def test_adapters_that_are_no_modules_are_disabled(form: str) -> None:
+    from peft import IA3Config, get_peft_model
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(get_peft_model(Model(), IA3Config(target_modules=["mix"], feedforward_modules=[])))
+    plain, model = models[0], shard(models[1], form)
+    for step in range(2):
+        torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+        with plain.disable_adapter(), plain_of(model).disable_adapter():
+            assert not any(param.requires_grad for param in model.parameters())
+            inputs = torch.full((2, 6), float(step))
+            torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-5, atol=1e-6)
+        assert [one.requires_grad for one in model.parameters()] == [one.requires_grad for one in plain.parameters()]
+
+
 @on_ranks(2, timeout=PATIENCE)
 def test_adapters_of_a_flat_parameter_are_not_switched_one_by_one() -> None:
     from peft import LoraConfig

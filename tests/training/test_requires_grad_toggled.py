@@ -163,16 +163,42 @@ def part_frozen_between(model: Any, inputs: Tensor, part: str) -> Tensor:
     return loss
 
 
+def weights_frozen_between(model: Any, inputs: Tensor, part: str) -> Tensor:
+    """By the attributes of modules, as `peft` freezes the items of a `ParameterDict`."""
+    weights = [partial(getattr, getattr(block, part), "weight") for block in inside(model).blocks]
+    first = model(inputs)
+    for weight in weights:
+        weight().requires_grad_(False)
+    second = model(inputs.neg())
+    for weight in weights:
+        assert not weight().requires_grad
+        weight().requires_grad = True
+    loss = (first - 0.5 * second).square().mean()
+    loss.backward()
+    return loss
+
+
 @parametrize_cases(
     form=["orig", "rows"],
     options=RESHARD,
     world_size=[2, 3],
-    step=[part_frozen_before_backward, part_frozen_between],
+    step=[part_frozen_before_backward, part_frozen_between, weights_frozen_between],
     part=["first", "second"],
 )
 def test_parts_of_units_are_frozen_and_thawed_while_graphs_exist(ranks: RankPool, world_size: int, case: Case) -> None:
     # The other part's gradients are complete first, when backward still needs the frozen weights.
     ranks(world_size).run(_train, _each(case.step, part=case.part), case.form, **case.options)
+
+
+@on_ranks(2)
+def test_the_listed_parameter_is_frozen_by_the_attribute_of_its_module() -> None:
+    model = sharded(seeded(Net), "orig", (Block,))
+    weight, listed = _block(model).first.weight, next(model.parameters())
+    for needs in (False, True):
+        assert weight.requires_grad_(needs) is weight
+        assert weight.requires_grad is listed.requires_grad is needs
+    listed.requires_grad = False
+    assert not weight.requires_grad
 
 
 def more_frozen_before_backward(model: Any, inputs: Tensor) -> Tensor:
