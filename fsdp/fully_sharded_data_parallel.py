@@ -316,13 +316,13 @@ class FullyShardedDataParallel(Wrapper):
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             yield module_name(name) if plain else name, module
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield as `nn.Module.named_parameters`, with plain names in `summon_full_params` and where there are any."""
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield parameters or buffers, with plain names in `summon_full_params` and where parameters have any."""
         on_demand.refuse_separate_backwards(self._unit)
         has_own_names = not self._options.flatten_parameters or self._options.use_orig_params
         plain = has_own_names or self.training_state is TrainingState.SUMMON_FULL_PARAMS
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield clean_name(name) if plain else name, param
+        for name, tensor in super()._named_members(*args, **kwargs):
+            yield clean_name(name) if plain else name, tensor
 
     def extra_repr(self) -> str:
         return on_demand.options_in_use(self, self._unit)

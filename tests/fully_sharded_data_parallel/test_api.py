@@ -189,6 +189,20 @@ def test_unflattened_names_are_plain() -> None:
         assert param.shape == (-(-expected[name].numel() // 2),)
 
 
+@pytest.mark.parametrize("options", [{}, {"flatten_parameters": False}, {"use_orig_params": True}])
+@on_ranks(2)
+def test_buffers_have_plain_names_where_parameters_have(options: dict[str, bool]) -> None:
+    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    expected = [name for name, _ in plain.named_buffers()]
+    plain[1] = FullyShardedDataParallel(plain[1], **options)
+    model = FullyShardedDataParallel(plain, **options)
+    raw = [name for name, _ in model.named_buffers()]
+    part = "_fsdp_wrapped_module._fpw_module."
+    assert raw == (expected if options else [f"{part}1.{part}{name[2:]}" for name in expected])
+    with model.summon_full_params():
+        assert [name for name, _ in model.named_buffers()] == expected
+
+
 @parametrize_pairs(flatten_parameters=[True, False], world_size=[1, 2])
 @on_ranks("world_size")
 def test_each_parameter_is_counted_once(flatten_parameters: bool) -> None:

@@ -134,22 +134,22 @@ def test_the_trainer_saves_the_adapters(ranks: RankPool, tmp_path: Path, form: s
 
 
 @every_form
-@pytest.mark.parametrize("kind", ["modules_to_save", "prompts"])
-def test_the_trainer_saves_modules_and_prompts(ranks: RankPool, tmp_path: Path, kind: str, form: str) -> None:
+@pytest.mark.parametrize("kind", ["modules_to_save", "prompts", "buffers"])
+def test_the_trainer_saves_modules_prompts_and_buffers(ranks: RankPool, tmp_path: Path, kind: str, form: str) -> None:
     pytest.importorskip("accelerate")
     ranks(2, timeout=PATIENCE).run(_save_modules_or_prompts, tmp_path, kind, form)
 
 
 def _save_modules_or_prompts(folder: Path, kind: str, form: str) -> None:
-    from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 
     base, layer = made("llama")
-    plain: Any = get_peft_model(
-        base,
-        LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
-        if kind == "modules_to_save"
-        else PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    )
+    configs: dict[str, Any] = {
+        "modules_to_save": LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False),
+        "prompts": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "buffers": VeraConfig(r=2, target_modules=["q_proj"]),  # layers share two, which are saved under a third name
+    }
+    plain: Any = get_peft_model(base, configs[kind])
     with torch.no_grad():
         for param in plain.parameters():
             if param.requires_grad:

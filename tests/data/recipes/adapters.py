@@ -18,7 +18,8 @@ def save_adapters(model, folder):
     """A folder that `PeftModel.from_pretrained` reads."""
     with model.summon_full_params(rank0_only=True, volatile=True, offload_to_cpu=True):  # peft reads modules, too
         if dist.get_rank() == 0:
-            model.module.module.save_pretrained(folder, state_dict=dict(model.named_parameters()))
+            state = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
+            model.module.module.save_pretrained(folder, state_dict=state)
     dist.barrier()
 
 
