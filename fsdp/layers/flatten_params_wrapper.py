@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.names import FLATTEN_PART, clean_name, clean_text
 from fsdp.engine.originals import take_over
@@ -328,6 +330,14 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeError, which names the method of the wrapper."""
         raise _sharded("flat_state_dict", "local_state_dict")
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules; where `peft` saves this one, those of the wrapped module, by the names in its state dict."""
+        if not prefix and "peft.utils" in sys.modules and is_called_from("peft.utils.save_and_load"):
+            return self._fpw_module.named_modules(memo, prefix, remove_duplicate)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the wrapped module returns by itself, or raise its error."""
