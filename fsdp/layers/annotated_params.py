@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp.distributed.dtensor import MeshPart, is_annotated, is_dtensor
+from fsdp.distributed.dtensor import MeshPart, check_placements, is_annotated, is_dtensor
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,28 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
     placements: list[Placement] = [Replicate()] * mesh.ndim
     grad_placements = [Partial() if dim in data_dims else own for dim, own in enumerate(placements)]
     missing = {axis: dim for axis, dim in axes.items() if dim not in data_dims and axis not in annotated}
+    summed = tuple(axis for axis, dim in axes.items() if dim in data_dims)
     for axis, kind in annotated.items():
         dim = axes.get(axis)
-        if dim is None or dim in data_dims:  # it may also be of several dimensions for data parallelism
-            if kind is not spmd.R:
+        if dim is not None and dim not in data_dims:
+            if kind is spmd.P:
                 raise ValueError(
-                    f"{name} is annotated as {kind} over {axis}, where only spmd_types.R is possible: fully_shard sums "
-                    "gradients over the dimensions for data parallelism, and knows no others than those of the mesh."
+                    f"{name} is annotated as P over {axis}: ranks would hold summands of its elements, which "
+                    "optimizers cannot step. Annotate it as spmd_types.S(dim), R or I."
                 )
-        else:
             placements[dim] = _placement(spmd, name, kind)
             grad_placements[dim] = _placement(spmd, name, kind.backward_type())
+        # It may also be of several dimensions for data parallelism, or a part of one. Private, as in torch's.
+        elif not summed or not axis <= spmd._mesh_axis.flatten_axes(summed):
+            raise ValueError(
+                f"{name} is annotated as {kind!r} over {axis}, which is no dimension of the mesh: gradients would not "
+                "be summed over it. Pass fully_shard the whole mesh of the parameter."
+            )
+        elif kind is not spmd.R:
+            raise ValueError(
+                f"{name} is annotated as {kind!r} over {axis}, a dimension for data parallelism, where only "
+                "spmd_types.R is possible: fully_shard sums gradients over it."
+            )
     if missing:
         known = mesh.mesh_dim_names or range(mesh.ndim)
         raise ValueError(
@@ -92,6 +103,7 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
         others = [axis for axis in spmd.current_mesh() or axes if not any(axis <= known for known in annotated)]
         spmd.assert_type(param, dict.fromkeys(others, spmd.R))
     local = DTensor.from_local(param.detach(), mesh, placements, run_check=False)
+    check_placements(name, local)
     return AnnotatedPart(mesh, tuple(placements), local.shape, frozenset(data_dims), tuple(grad_placements))
 
 
@@ -115,5 +127,5 @@ def _placement(spmd: Any, name: str, kind: Any) -> Placement:
     try:
         found: Placement = spmd.spmd_type_to_dtensor_placement(kind)
     except ValueError as error:
-        raise ValueError(f"{name} is annotated as {kind}, which is no placement of a DTensor: {error}") from error
+        raise ValueError(f"{name} is annotated as {kind!r}, which is no placement of a DTensor: {error}") from error
     return found

@@ -227,6 +227,7 @@ def test_keeps_what_is_written_to_unsharded_parts() -> None:
 FAULTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "no mesh": ({"up.weight": spmd.S(0)}, None, r"up\.weight.*dp_mesh_dims"),
     "no placement": ({"up.weight": spmd.V}, Dims("dp"), r"up\.weight.*no placement"),
+    "summands": ({"up.weight": spmd.P}, Dims("dp"), r"up\.weight is annotated as P.*S\(dim\), R or I"),
     "a data dimension": ({"up.weight": spmd.S(0)}, Dims("tp"), r"up\.weight.*only spmd_types\.R"),
 }
 
@@ -249,6 +250,24 @@ def test_a_dimension_without_annotation_is_an_error() -> None:
     model = Perceptron()
     spmd.assert_type(model.scale, {spmd.MeshAxis.of(mesh.get_group("dp")): spmd.R})
     with pytest.raises(ValueError, match=r"scale.*none for \['tp'\]"):
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
+
+
+@on_ranks(2)
+def test_an_annotation_over_ranks_outside_the_mesh_is_an_error() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
+    model = nn.Linear(6, 4)
+    for param in model.parameters():
+        spmd.assert_type(param, {spmd.MeshAxis.of(mesh.get_group("cp")): spmd.R})
+    with pytest.raises(ValueError, match=r"weight is annotated as R over .*no dimension of the mesh.*whole mesh"):
+        fsdp.fully_shard(model, mesh=mesh["dp", "tp"], dp_mesh_dims=Dims("dp"))
+
+
+@on_ranks(2)
+def test_parts_on_ranks_that_do_not_rise_are_an_error() -> None:
+    mesh = DeviceMesh("cpu", torch.tensor([[1, 0]]), mesh_dim_names=("dp", "tp"))
+    model = annotated(mesh, {"up.weight": spmd.S(0)})
+    with pytest.raises(ValueError, match=r"up\.weight.*rising ranks"):
         fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
 
 
