@@ -247,8 +247,8 @@ class DTensorForm:
                     f"{name} has no dimensions, and so no rows: on a 2-D mesh make it of shape [1] (and use it as it "
                     "is, by broadcasting), or pass it in ignored_params"
                 )
-            self._parts[name] = self._spread.of_unsharded(name, param)
             self._dims[name] = self._dim_of(name, param)
+        self._parts = self._spread.of_unsharded({places[0].fqn: param for param, places in found.items()})
         for param in tied:
             split_off(param, lender_of(param))
         return found

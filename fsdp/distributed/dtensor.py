@@ -150,14 +150,22 @@ class MeshPart:
     @cached_property
     def shardings(self) -> tuple[DimSharding, ...]:
         """The shardings, in the order of `sharded_dims`: each divides the part that the previous shardings give."""
+        return self._shardings_at(self.mesh.get_coordinate() or ())
+
+    def _shardings_at(self, place: Sequence[int]) -> tuple[DimSharding, ...]:
         sizes, found = list(self.shape), []
-        place = self.mesh.get_coordinate() or ()
         for number in self.sharded_dims:
             dim = self.placements[number].dim  # type: ignore[attr-defined]
             sharding = DimSharding(number, dim, sizes[dim], -(-sizes[dim] // self.mesh.size(number)), place[number])
             sizes[dim] = sharding.range(sharding.place)[1]
             found.append(sharding)
         return tuple(found)
+
+    def shape_at(self, place: Sequence[int]) -> torch.Size:
+        """Return the shape of the local part of a rank with these coordinates in the mesh."""
+        sizes = dict(enumerate(self.shape))
+        sizes |= {sharding.dim: sharding.range(sharding.place)[1] for sharding in self._shardings_at(place)}
+        return torch.Size(sizes.values())
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

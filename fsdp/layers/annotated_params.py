@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, product
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp.distributed.collectives import communicator
+from fsdp.distributed.consensus import from_everyone, numbers_of, require_same
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_annotated, is_dtensor
 
 
@@ -105,6 +108,50 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
     local = DTensor.from_local(param.detach(), mesh, placements, run_check=False)
     check_placements(name, local)
     return AnnotatedPart(mesh, tuple(placements), local.shape, frozenset(data_dims), tuple(grad_placements))
+
+
+def with_whole_shapes(parts: Mapping[str, AnnotatedPart], local: Mapping[str, Tensor]) -> dict[str, AnnotatedPart]:
+    """Collective over the dimensions that are not for data parallelism. Return the records with the whole shapes.
+
+    A dimension of a parameter that ranks cannot divide evenly has local parts of different sizes.
+
+    Raises:
+        RuntimeError: on all ranks, if they have annotated different parameters, or in different ways.
+        ValueError: on all ranks, if parts have other sizes than those of a `DTensor`.
+    """
+    first = next(iter(parts.values()), None)
+    dims = [] if first is None else [dim for dim in range(first.mesh.ndim) if dim not in first.data_dims]
+    if first is None or not dims:
+        return dict(parts)
+    ranks = [communicator(first.mesh.get_group(dim), torch.device(first.mesh.device_type)) for dim in dims]
+    told = from_everyone(ranks, {name: (repr(part.placements), local[name].shape) for name, part in parts.items()})
+    texts = [", ".join(f"{name} ({len(shape)}-D) {how}" for name, (how, shape) in each.items()) for each in told]
+    require_same(ranks, "annotated parameters", [(text, text) for text in texts])
+    sizes = [comm.world_size for comm in reversed(ranks)]
+    places = [dict(zip(reversed(dims), place, strict=True)) for place in product(*map(range, sizes))]
+    found = {}
+    for name, part in parts.items():
+        shapes = [each[name][1] for each in told]
+        whole = found[name] = replace(part, shape=_whole_shape(part, places, shapes))
+        wanted = [whole.shape_at([place.get(dim, 0) for dim in range(part.mesh.ndim)]) for place in places]
+        wrong = next((number for number, shape in enumerate(shapes) if shape != wanted[number]), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{name} is annotated as a parameter {whole.spread}. Rank {numbers_of(ranks)[wrong]} has a part of "
+                f"shape {list(shapes[wrong])}, and must have {list(wanted[wrong])}: ranks hold equal parts, or "
+                "parts as torch.chunk makes them."
+            )
+    return found
+
+
+def _whole_shape(part: MeshPart, places: Sequence[Mapping[int, int]], shapes: Sequence[torch.Size]) -> torch.Size:
+    """Return the shape that parts add up to: along each dimension, those of the ranks that divide it."""
+    sizes = []
+    for dim in range(len(shapes[0])):
+        over = {number for number in part.sharded_dims if part.placements[number].is_shard(dim)}
+        line = [not any(at for number, at in place.items() if number not in over) for place in places]
+        sizes.append(sum(shape[dim] for shape in compress(shapes, line)))
+    return torch.Size(sizes)
 
 
 def _shards(spmd: Any, name: str, param: Tensor, axes: Mapping[Any, int]) -> dict[Any, Any]:

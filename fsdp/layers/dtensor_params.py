@@ -13,7 +13,7 @@ import copy
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
@@ -45,7 +45,7 @@ from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import running
 from fsdp.engine.user_attributes import attributes_of, give_attributes
-from fsdp.layers.annotated_params import annotated_part
+from fsdp.layers.annotated_params import AnnotatedPart, annotated_part, with_whole_shapes
 
 
 @cache
@@ -137,12 +137,20 @@ class DataParallelSpread:
         self._shard_dims = sorted(map(known.index, dims.shard_names))
         self._data_dims = frozenset(map(known.index, (*dims.shard_names, *dims.replicate_names)))
 
-    def of_unsharded(self, name: str, param: nn.Parameter) -> MeshPart | None:
-        """Return the record of a parameter that is a `DTensor` or annotated, None for others.
+    def of_unsharded(self, params: Mapping[str, nn.Parameter]) -> dict[str, MeshPart | None]:
+        """Return the records of parameters that are `DTensor`s or annotated, None for others, by their names.
+
+        Collective over the mesh if any of them is annotated.
 
         Raises:
-            ValueError: if it cannot be spread.
+            ValueError: if one cannot be spread.
         """
+        parts = {name: self._of_unsharded(name, param) for name, param in params.items()}
+        return parts | with_whole_shapes(
+            {n: part for n, part in parts.items() if isinstance(part, AnnotatedPart)}, params
+        )
+
+    def _of_unsharded(self, name: str, param: nn.Parameter) -> MeshPart | None:
         part = MeshPart.of(param)
         if part is None:
             return annotated_part(name, param, self._whole, self._data_dims)

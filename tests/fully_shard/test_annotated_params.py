@@ -224,6 +224,54 @@ def test_keeps_what_is_written_to_unsharded_parts() -> None:
     assert_weights_of(plain, model)
 
 
+def divided(mesh: DeviceMesh, rows: list[int], dim: int = 0) -> nn.Linear:
+    """The part of a layer of five rows that a rank holds, with so many rows on each rank."""
+    torch.manual_seed(0)
+    model, rank = nn.Linear(6, 5, dtype=torch.float64), mesh["tp"].get_local_rank()
+    for name, param in list(model.named_parameters()):
+        part = nn.Parameter(param.detach().split(rows)[rank].clone())
+        setattr(model, name, part)
+        spmd.assert_type(part, {spmd.MeshAxis.of(mesh.get_group("tp")): spmd.S(dim % part.dim())})
+    return model
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((2, 2), [3, 2]), ((1, 4), [2, 2, 1, 0])])
+@on_ranks(4)
+def test_trains_parts_of_different_sizes(shape: tuple[int, int], rows: list[int], tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 5, dtype=torch.float64)
+    model = fsdp.fully_shard(divided(mesh, rows), mesh=mesh, dp_mesh_dims=Dims("dp"))
+    for one in (plain, model):
+        one(batch(0)).square().sum().backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    assert model.weight.shape == (5, 6)
+    assert_weights_of(plain, model)
+    fsdp.save(str(tmp_path / "checkpoint"), model)
+    loaded = nn.Linear(6, 5, dtype=torch.float64)
+    fsdp.load(str(tmp_path / "checkpoint"), loaded)
+    torch.testing.assert_close(loaded.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-12)
+    model.load_state_dict(nn.Linear(6, 5, dtype=torch.float64).state_dict())
+    model.load_state_dict(plain.state_dict())
+    assert_weights_of(plain, model)
+
+
+@on_ranks(2)
+def test_parts_that_do_not_make_up_a_dtensor_are_an_error_on_all_ranks() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"weight .*\[5, 6\].*Rank 0 has a part of shape \[2, 6\].*must have \[3, 6\]"):
+        fsdp.fully_shard(divided(mesh, [2, 3]), mesh=mesh, dp_mesh_dims=Dims("dp"))
+
+
+@on_ranks(2)
+def test_other_annotations_on_other_ranks_are_an_error() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = divided(mesh, [3, 2], dim=dist.get_rank())
+    with pytest.raises(RuntimeError, match=r"different annotated parameters.*weight.*Shard\(dim=0\).*Shard\(dim=1\)"):
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
+
+
 FAULTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "no mesh": ({"up.weight": spmd.S(0)}, None, r"up\.weight.*dp_mesh_dims"),
     "no placement": ({"up.weight": spmd.V}, Dims("dp"), r"up\.weight.*no placement"),
