@@ -30,7 +30,7 @@ class AnnotatedPart(MeshPart):
     """The mesh, placements and shape that an annotation gives to a plain tensor.
 
     Args:
-        grad_placements: those of its gradient, for each dimension of the mesh.
+        grad_placements: the placements of its gradient, for each dimension of the mesh.
     """
 
     grad_placements: tuple[Placement, ...] = ()
@@ -84,7 +84,7 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
                 )
             placements[dim] = _placement(spmd, name, kind)
             grad_placements[dim] = _placement(spmd, name, kind.backward_type())
-        # It may also be of several dimensions for data parallelism, or a part of one. Private, as in torch's.
+        # An axis may also combine several dimensions for data parallelism, or divide one. Private, as in torch's.
         elif not summed or not axis <= spmd._mesh_axis.flatten_axes(summed):
             raise ValueError(
                 f"{name} is annotated as {kind!r} over {axis}, which is no dimension of the mesh: gradients would not "
@@ -117,7 +117,7 @@ def with_whole_shapes(parts: Mapping[str, AnnotatedPart], local: Mapping[str, Te
 
     Raises:
         RuntimeError: on all ranks, if they have annotated different parameters, or in different ways.
-        ValueError: on all ranks, if parts have other sizes than those of a `DTensor`.
+        ValueError: on all ranks, if parts have sizes that no `DTensor` has.
     """
     first = next(iter(parts.values()), None)
     dims = [] if first is None else [dim for dim in range(first.mesh.ndim) if dim not in first.data_dims]
@@ -145,7 +145,7 @@ def with_whole_shapes(parts: Mapping[str, AnnotatedPart], local: Mapping[str, Te
 
 
 def _whole_shape(part: MeshPart, places: Sequence[Mapping[int, int]], shapes: Sequence[torch.Size]) -> torch.Size:
-    """Return the shape that parts add up to: along each dimension, those of the ranks that divide it."""
+    """Return the shape of all parts together: along each dimension, the sum over the ranks that divide it."""
     sizes = []
     for dim in range(len(shapes[0])):
         over = {number for number in part.sharded_dims if part.placements[number].is_shard(dim)}

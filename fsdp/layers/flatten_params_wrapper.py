@@ -334,7 +334,7 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules; where `peft` saves this one, those of the wrapped module, by the names in its state dict."""
+        """Yield modules; for `peft`, those in the wrapped module, with the names of its state dict."""
         if not prefix and "peft.utils" in sys.modules and is_called_from("peft.utils.save_and_load"):
             return self._fpw_module.named_modules(memo, prefix, remove_duplicate)
         return super().named_modules(memo, prefix, remove_duplicate)
