@@ -220,8 +220,12 @@ class MeshPart:
             spec = _specs[key] = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
         return spec
 
-    def gradient(self, gradient: Tensor) -> Tensor:
-        """Return this rank's part of a gradient. Collective over the mesh if the gradient is not yet summed over it."""
+    def gradient(self, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return this rank's part of a gradient. Collective over the mesh if the gradient is not yet summed over it.
+
+        Args:
+            dtype: in which it is summed, if that is wider than its own.
+        """
         if not is_dtensor(gradient):
             return gradient
         found: Sequence[Placement] = gradient.placements  # type: ignore[attr-defined]
@@ -229,6 +233,8 @@ class MeshPart:
         wanted = [one if dim in self.data_dims and not one.is_shard() else own for dim, (one, own) in both]
         if wanted != list(found):
             with torch.no_grad():
+                if dtype is not None:
+                    gradient = gradient.to(torch.promote_types(dtype, gradient.dtype))
                 gradient = gradient.redistribute(placements=wanted)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 

@@ -572,7 +572,7 @@ class FlatParamHandle:
         if gradient is not None:
             check_gradient(self.layout.slots[slot].name, gradient)
             part = self.flat_param.parts[slot]
-            values = gradient if part is None else part.gradient(gradient)
+            values = gradient if part is None else part.gradient(gradient, self.gradients.dtype)
             if type(values) is not Tensor or self.flat_param.examples[slot] is not None:
                 values = gradient_values(self.layout.slots[slot].name, values, self.layout.slots[slot].shape)
             self.gradients.add(slot, values, divisor)

@@ -38,11 +38,11 @@ class AnnotatedPart(MeshPart):
     def shown(self, local: Tensor) -> Tensor:
         return local
 
-    def gradient(self, gradient: Tensor) -> Tensor:
+    def gradient(self, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         both = enumerate(zip(self.grad_placements, self.placements, strict=True))
         if not is_dtensor(gradient) and any(dim not in self.data_dims and one != own for dim, (one, own) in both):
             gradient = DTensor.from_local(gradient, self.mesh, self.grad_placements, run_check=False)
-        return super().gradient(gradient)
+        return super().gradient(gradient, dtype)
 
     def to_local(self, name: str, value: Tensor) -> Tensor:
         is_part = not is_dtensor(value) and value.shape == self.held_of(torch.empty(self.shape, device="meta")).shape

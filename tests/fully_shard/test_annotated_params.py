@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
 
 import fsdp
@@ -222,6 +222,33 @@ def test_keeps_what_is_written_to_unsharded_parts() -> None:
         plain.up.weight.mul_(2)
     model.up.reshard()
     assert_weights_of(plain, model)
+
+
+@pytest.mark.parametrize("kind", ["annotated", "DTensor"])
+@on_ranks(2)
+def test_gradients_are_summed_over_other_dimensions_in_the_dtype_of_reductions(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = _Scaled([256.0, 1.0][mesh["tp"].get_local_rank()])  # the sum is no bfloat16
+    if kind == "annotated":
+        spmd.assert_type(model.weight, {spmd.MeshAxis.of(mesh.get_group("tp")): spmd.R})
+    else:
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Replicate()]))
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"), mp_policy=policy)
+    model().backward()
+    assert isinstance(model.weight.grad, DTensor)
+    assert model.weight.grad.full_tensor().tolist() == [257.0]
+
+
+class _Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(1)), scale
+
+    def forward(self) -> Tensor:
+        is_dtensor = isinstance(self.weight, DTensor)
+        weight = self.weight.to_local(grad_placements=[Partial(), Partial()]) if is_dtensor else self.weight
+        return (weight * self.scale).sum()
 
 
 def divided(mesh: DeviceMesh, rows: list[int], dim: int = 0) -> nn.Linear:
