@@ -110,27 +110,33 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
     return AnnotatedPart(mesh, tuple(placements), local.shape, frozenset(data_dims), tuple(grad_placements))
 
 
-def with_whole_shapes(parts: Mapping[str, AnnotatedPart], local: Mapping[str, Tensor]) -> dict[str, AnnotatedPart]:
-    """Collective over the dimensions that are not for data parallelism. Return the records with the whole shapes.
+def with_whole_shapes(parts: Mapping[str, MeshPart | None], local: Mapping[str, Tensor]) -> dict[str, AnnotatedPart]:
+    """Return the records of annotated parameters with their whole shapes.
 
-    A dimension of a parameter that ranks cannot divide evenly has local parts of different sizes.
+    Ranks that cannot divide a dimension evenly have parts of different sizes. Collective over the dimensions of the
+    mesh that are not for data parallelism, if anything is annotated.
 
     Raises:
         RuntimeError: on all ranks, if they have annotated different parameters, or in different ways.
-        ValueError: on all ranks, if parts have sizes that no `DTensor` has.
+        ValueError: on all ranks, if parts have sizes that no `DTensor` has; for a plain parameter besides.
     """
-    first = next(iter(parts.values()), None)
-    dims = [] if first is None else [dim for dim in range(first.mesh.ndim) if dim not in first.data_dims]
-    if first is None or not dims:
-        return dict(parts)
-    ranks = [communicator(first.mesh.get_group(dim), torch.device(first.mesh.device_type)) for dim in dims]
-    told = from_everyone(ranks, {name: (repr(part.placements), local[name].shape) for name, part in parts.items()})
+    annotated = {name: part for name, part in parts.items() if isinstance(part, AnnotatedPart)}
+    first = next(iter(annotated.values()), None)
+    if first is None:
+        return {}
+    mesh = first.mesh
+    dims = [dim for dim in range(mesh.ndim) if dim not in first.data_dims and mesh.size(dim) > 1]
+    if not dims:
+        return annotated
+    _refuse_plain(parts, next(iter(annotated)))
+    ranks = [communicator(mesh.get_group(dim), torch.device(mesh.device_type)) for dim in dims]
+    told = from_everyone(ranks, {name: (repr(part.placements), local[name].shape) for name, part in annotated.items()})
     texts = [", ".join(f"{name} ({len(shape)}-D) {how}" for name, (how, shape) in each.items()) for each in told]
     require_same(ranks, "annotated parameters", [(text, text) for text in texts])
     sizes = [comm.world_size for comm in reversed(ranks)]
     places = [dict(zip(reversed(dims), place, strict=True)) for place in product(*map(range, sizes))]
     found = {}
-    for name, part in parts.items():
+    for name, part in annotated.items():
         shapes = [each[name][1] for each in told]
         whole = found[name] = replace(part, shape=_whole_shape(part, places, shapes))
         wanted = [whole.shape_at([place.get(dim, 0) for dim in range(part.mesh.ndim)]) for place in places]
@@ -142,6 +148,16 @@ def with_whole_shapes(parts: Mapping[str, AnnotatedPart], local: Mapping[str, Te
                 "parts as torch.chunk makes them."
             )
     return found
+
+
+def _refuse_plain(parts: Mapping[str, MeshPart | None], annotated: str) -> None:
+    for name, part in parts.items():
+        if part is None:
+            raise ValueError(
+                f"{name} has no annotations of spmd_types, and {annotated} beside it has: its gradient would be summed "
+                "over the dimensions for data parallelism only. Annotate it too (spmd_types.assert_type): as R where "
+                "ranks use it for different parts of the batch, and as I where they compute the same with it."
+            )
 
 
 def _whole_shape(part: MeshPart, places: Sequence[Mapping[int, int]], shapes: Sequence[torch.Size]) -> torch.Size:

@@ -45,7 +45,7 @@ from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import running
 from fsdp.engine.user_attributes import attributes_of, give_attributes
-from fsdp.layers.annotated_params import AnnotatedPart, annotated_part, with_whole_shapes
+from fsdp.layers.annotated_params import annotated_part, with_whole_shapes
 
 
 @cache
@@ -146,9 +146,7 @@ class DataParallelSpread:
             ValueError: if one cannot be spread.
         """
         parts = {name: self._of_unsharded(name, param) for name, param in params.items()}
-        return parts | with_whole_shapes(
-            {n: part for n, part in parts.items() if isinstance(part, AnnotatedPart)}, params
-        )
+        return parts | with_whole_shapes(parts, params)
 
     def _of_unsharded(self, name: str, param: nn.Parameter) -> MeshPart | None:
         part = MeshPart.of(param)

@@ -319,6 +319,14 @@ def _expect(types: dict[str, Any], dims: Any, message: str) -> None:
         fsdp.fully_shard(model, mesh=mesh["dp"] if dims is None else mesh, dp_mesh_dims=dims)
 
 
+@on_ranks(2)
+def test_a_parameter_without_annotation_beside_others_is_an_error() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = annotated(mesh, {"up.weight": spmd.S(0)})
+    with pytest.raises(ValueError, match=r"bias has no annotations.*weight beside it.*as R .*as I "):
+        fsdp.fully_shard(model.up, mesh=mesh, dp_mesh_dims=Dims("dp"))
+
+
 @on_ranks(4)
 def test_a_dimension_without_annotation_is_an_error() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
