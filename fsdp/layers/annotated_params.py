@@ -7,7 +7,6 @@ partial. torch's `fully_shard` (from 2.15) defines this translation; torchtitan 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +72,8 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
     placements: list[Placement] = [Replicate()] * mesh.ndim
     grad_placements = [Partial() if dim in data_dims else own for dim, own in enumerate(placements)]
     missing = {axis: dim for axis, dim in axes.items() if dim not in data_dims and axis not in annotated}
-    summed = tuple(axis for axis, dim in axes.items() if dim in data_dims)
+    apart = tuple(axis for axis, dim in axes.items() if dim in data_dims)
+    summed = spmd._mesh_axis.flatten_axes(apart) if apart else None  # private, as in torch's
     for axis, kind in annotated.items():
         dim = axes.get(axis)
         if dim is not None and dim not in data_dims:
@@ -84,8 +84,8 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
                 )
             placements[dim] = _placement(spmd, name, kind)
             grad_placements[dim] = _placement(spmd, name, kind.backward_type())
-        # An axis may also combine several dimensions for data parallelism, or divide one. Private, as in torch's.
-        elif not summed or not axis <= spmd._mesh_axis.flatten_axes(summed):
+        # An axis may also combine several dimensions for data parallelism, or divide one.
+        elif summed is None or not axis <= summed:
             raise ValueError(
                 f"{name} is annotated as {kind!r} over {axis}, which is no dimension of the mesh: gradients would not "
                 "be summed over it. Pass fully_shard the whole mesh of the parameter."
@@ -101,9 +101,9 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
             f"{name} has annotations of spmd_types, but none for {[known[dim] for dim in missing.values()]} of the "
             "mesh: annotate it for each dimension that is not in dp_mesh_dims (spmd_types.assert_type)."
         )
-    if math.prod(axis.size() for axis in annotated) < mesh.size():
+    if summed is not None:
         # For type checks of what modules compute: there, the parameter is replicated for data parallelism.
-        others = [axis for axis in spmd.current_mesh() or axes if not any(axis <= known for known in annotated)]
+        others = [axis for axis in spmd.current_mesh() or axes if axis <= summed and axis.isorthogonal(*annotated)]
         spmd.assert_type(param, dict.fromkeys(others, spmd.R))
     local = DTensor.from_local(param.detach(), mesh, placements, run_check=False)
     check_placements(name, local)

@@ -379,6 +379,17 @@ def test_types_are_checked_where_modules_compute() -> None:
 
 
 @on_ranks(4)
+def test_types_on_another_mesh_are_left_to_type_checks() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = divided(mesh, [3, 2])
+    with spmd.set_current_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=("all",))):
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims("dp"))
+    assert model.weight.shape == (5, 6)
+    with spmd.set_current_mesh(mesh), typecheck(), pytest.raises(spmd.SpmdTypeError, match="missing axis"):
+        model(spmd.assert_type(batch(0), dict.fromkeys(("dp", "tp"), spmd.R)))
+
+
+@on_ranks(4)
 def test_a_division_in_another_order_than_the_meshes_is_an_error() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
     model = nn.Linear(6, 2, bias=False)
