@@ -362,7 +362,8 @@ def _makes_memory(fn: Conversion) -> bool:
 def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
     """Apply `fn`; offloaded tensors (shards, gradients) and tensors without values are cast, but not moved.
 
-    However, `to_empty` allocates memory for listed tensors without values.
+    However, `to_empty` allocates memory for listed tensors without values. Gradients in a dtype of their own are moved,
+    but not cast.
     """
     if tensor.is_meta and gives_memory:
         from fsdp.layers.deferred_init import note_empty  # a layer for parameters without values
@@ -372,10 +373,12 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
         return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
     converted = fn(tensor)
     for handle in unit.visible_handles:
-        if handle.storage.keeps_shards:
-            for param in (handle.flat_param, *handle.listed_params):
-                if tensor is param or tensor is param.grad:
-                    return converted.to(tensor.device)
+        stays, is_apart = handle.storage.keeps_shards, handle.precision.grads is not None
+        for param in (handle.flat_param, *handle.listed_params) if stays or is_apart else ():
+            if tensor is param.grad and is_apart:
+                return tensor if stays else tensor.to(converted.device)
+            if stays and (tensor is param or tensor is param.grad):
+                return converted.to(tensor.device)
     return converted
 
 

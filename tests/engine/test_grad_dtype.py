@@ -202,6 +202,15 @@ def test_it_stays_when_the_model_is_cast(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_a_cast_of_the_model_keeps_gradients_that_are_in_it(form: str) -> None:
+    model = model_of(form)
+    backward(model, 1 + TINY)
+    model.bfloat16()
+    assert_wide(model, 1 + TINY)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(1, 2)
 def test_it_may_be_set_after_sharding_and_before_the_first_use(form: str) -> None:
     torch.manual_seed(0)
