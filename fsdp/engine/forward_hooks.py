@@ -161,7 +161,7 @@ class ForwardHooks:
 
 
 def _on_device(device: torch.device, tensor: Tensor) -> Tensor:
-    # Also where nothing is to be done, `to` is an operation that modes see.
+    # Function modes see the operation `to` even if it changes nothing.
     return tensor if tensor.device == device else tensor.to(device)
 
 

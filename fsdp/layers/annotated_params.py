@@ -118,7 +118,7 @@ def with_whole_shapes(parts: Mapping[str, MeshPart | None], local: Mapping[str, 
 
     Raises:
         RuntimeError: on all ranks, if they have annotated different parameters, or in different ways.
-        ValueError: on all ranks, if parts have sizes that no `DTensor` has; for a plain parameter besides.
+        ValueError: on all ranks, if parts have sizes that no `DTensor` has, or a parameter has no annotation.
     """
     annotated = {name: part for name, part in parts.items() if isinstance(part, AnnotatedPart)}
     first = next(iter(annotated.values()), None)
@@ -128,11 +128,11 @@ def with_whole_shapes(parts: Mapping[str, MeshPart | None], local: Mapping[str, 
     dims = [dim for dim in range(mesh.ndim) if dim not in first.data_dims and mesh.size(dim) > 1]
     if not dims:
         return annotated
-    _refuse_plain(parts, next(iter(annotated)))
     ranks = [communicator(mesh.get_group(dim), torch.device(mesh.device_type)) for dim in dims]
     told = from_everyone(ranks, {name: (repr(part.placements), local[name].shape) for name, part in annotated.items()})
     texts = [", ".join(f"{name} ({len(shape)}-D) {how}" for name, (how, shape) in each.items()) for each in told]
     require_same(ranks, "annotated parameters", [(text, text) for text in texts])
+    _refuse_plain(parts, next(iter(annotated)))
     sizes = [comm.world_size for comm in reversed(ranks)]
     places = [dict(zip(reversed(dims), place, strict=True)) for place in product(*map(range, sizes))]
     found = {}
