@@ -79,18 +79,13 @@ class FlatParameter(ListedParameter):
             parameters that differ in dtype, device, or whether they are trained.
     """
 
-    _names: tuple[str, ...]
-    _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
+    _layout: Layout  # of its parameters (of `DTensor`s, of their local parts) on a single rank
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
     packings: tuple[Any, ...]  # the forms of those that are sharded as bytes (`fsdp.layers.packing`)
     examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each that is trained in a subclass
     attributes: tuple[Attributes, ...]  # set by users on its parameters
     valueless: frozenset[int]  # the numbers of those that have no values yet: they came from the meta device
     shard_storage: Any = None  # where a shard and its gradient live
-    _layout_type: type[Layout] = ContiguousLayout  # how it is divided into shards
-    _dims: tuple[int, ...] | None = None  # along which each is sharded; None: the first
-    _align: int = 1  # at a multiple of so many elements each parameter starts
-    _block: int = 1  # elements that are never divided between ranks
     _is_sharded: bool = False  # it holds one rank's shard
     _is_managed: bool = False  # a handle runs it
     is_standalone: bool = False  # a handle without a unit
@@ -111,19 +106,17 @@ class FlatParameter(ListedParameter):
         names, attributes = tuple(names or map(str, range(len(params)))), tuple(map(attributes_of, params))
         refuse_unlike(params, names)
         data = torch.cat([param.detach().reshape(-1) for param in params])
-        shapes = tuple(param.shape for param in params)
-        self = cls._build(data, requires_grad, names, shapes, attributes=attributes)
+        layout = ContiguousLayout.of(zip(names, (param.shape for param in params), strict=True), 1)
+        self = cls._build(data, requires_grad, layout, attributes=attributes)
         _give_grad_dtype(self, params[0])
         return self
 
     @classmethod
-    def _build(
-        cls, data: Tensor, requires_grad: bool, names: tuple[str, ...], shapes: tuple[torch.Size, ...], **known: Any
-    ) -> FlatParameter:
+    def _build(cls, data: Tensor, requires_grad: bool, layout: Layout, **known: Any) -> FlatParameter:
         """Return one around `data`, with the given attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
-        self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
-        self.attributes, self.valueless = tuple({} for _ in shapes), NO_SLOTS
+        self._layout, self.parts = layout, (None,) * len(layout.slots)
+        self.attributes, self.valueless = tuple({} for _ in layout.slots), NO_SLOTS
         self.packings = self.examples = self.parts
         self.__dict__.update(known)
         return self
@@ -159,7 +152,8 @@ class FlatParameter(ListedParameter):
         shapes = tuple(local.shape for local in locals_)
         if dims is not None:  # multiple inner tensors are along the first dimension
             dims = tuple(d + v.dim() - k.dim() if k.dim() else 0 for d, v, k in zip(dims, locals_, kinds, strict=True))
-        layout = layout_type.of(zip(names, shapes, strict=True), world_size, align, dims, block)
+        named_shapes = list(zip(names, shapes, strict=True))
+        layout = layout_type.of(named_shapes, world_size, align, dims, block)
         shard = storage.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
             if not local.is_meta:
@@ -169,17 +163,12 @@ class FlatParameter(ListedParameter):
         self = storage.flat_parameter._build(
             shard,
             params[0].requires_grad,
-            tuple(names),
-            shapes,
+            layout_type.of(named_shapes, 1, align, dims, block),
             parts=tuple(map(MeshPart.of, params)),
             attributes=tuple(map(attributes_of, params)),
             examples=tuple(kind.new_zeros([0] * kind.dim()) if inner_of(kind) else None for kind in kinds),
             valueless=frozenset({slot for slot, one in enumerate(locals_) if one.is_meta and one.numel()}) or NO_SLOTS,
             shard_storage=storage,
-            _layout_type=layout_type,
-            _dims=dims,
-            _align=layout.align,
-            _block=block,
             _is_sharded=world_size > 1 and layout.numel > 0,
         )
         if len(params) == 1:
@@ -211,8 +200,7 @@ class FlatParameter(ListedParameter):
         made = type(self)._build(
             data,
             self.requires_grad,
-            some(self._names),
-            some(self._shapes),
+            self.make_layout(1, slots),
             parts=some(self.parts),
             packings=some(self.packings),
             examples=some(self.examples),
@@ -220,10 +208,6 @@ class FlatParameter(ListedParameter):
             valueless=frozenset({n for n, slot in enumerate(slots) if slot in self.valueless}) or NO_SLOTS,
             shard_storage=storage,
             group=self.group,
-            _layout_type=self._layout_type,
-            _dims=self._dims and some(self._dims),
-            _align=self._align,
-            _block=self._block,
             **others,
         )
         _give_grad_dtype(made, self)
@@ -234,10 +218,18 @@ class FlatParameter(ListedParameter):
 
     def make_layout(self, world_size: int = 1, slots: Sequence[int] | None = None) -> Layout:
         """Return the layout of the parameters, or of some of them, in a vector that `world_size` ranks share."""
-        slots = range(len(self._names)) if slots is None else slots
-        named_shapes = [(self._names[slot], self._shapes[slot]) for slot in slots]
-        dims = self._dims and [self._dims[slot] for slot in slots]
-        return self._layout_type.of(named_shapes, world_size, self._align, dims, self._block)
+        own = self._layout
+        chosen = own.slots if slots is None else [own.slots[slot] for slot in slots]
+        named_shapes = [(slot.name, slot.shape) for slot in chosen]
+        return own.of(named_shapes, world_size, own.align, [slot.dim for slot in chosen], own.block)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(slot.name for slot in self._layout.slots)
+
+    @property
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(slot.shape for slot in self._layout.slots)
 
     @property
     def vector(self) -> Tensor:
@@ -288,7 +280,7 @@ class FlatParameter(ListedParameter):
             ValueError: if the data hasn't as many elements as the original parameters together.
         """
         data = self if external_data is None else external_data
-        layout = ContiguousLayout.of(zip(self._names, self._shapes, strict=True), 1, self._align)
+        layout = ContiguousLayout.of(zip(self._names, self._shapes, strict=True), 1, self._layout.align)
         if data.numel() != layout.numel:
             raise ValueError(
                 f"the {len(self._shapes)} parameters of this FlatParameter have {layout.numel} elements, the data has "
@@ -309,10 +301,9 @@ class FlatParameter(ListedParameter):
     def __setstate__(self, state: Any) -> None:
         """Take the state of a pickle that FairScale made (only those have one): numels, shapes, and places."""
         numels, shapes, infos, _ = state
-        names = (".".join(filter(None, (path, name))) for path, _, name in infos)
-        self._names = tuple(names) or tuple(map(str, range(len(shapes))))
-        self._shapes = tuple(map(torch.Size, shapes))
-        self.attributes = tuple({} for _ in self._shapes)
+        names = [".".join(filter(None, (path, name))) for path, _, name in infos]
+        self._layout = ContiguousLayout.of(zip(names or map(str, range(len(shapes))), shapes, strict=True), 1)
+        self.attributes = tuple({} for _ in shapes)
         self._is_sharded = self.numel() != sum(numels)
 
     @torch.inference_mode(False)  # or the copy could not be trained
@@ -325,26 +316,26 @@ class FlatParameter(ListedParameter):
             data = data.view(self.shape).copy_(self.detach())
             storage.release()
         same = {"_is_sharded": self._is_sharded, "_is_managed": self._is_managed}
-        copied = memo[id(self)] = self._with(data, storage, range(len(self._names)), **same)
+        copied = memo[id(self)] = self._with(data, storage, range(len(self._layout.slots)), **same)
         give_attributes(copied, attributes_of(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        data = self.detach().as_subclass(Tensor)
+        data, layout = self.detach().as_subclass(Tensor), self._layout
         return _rebuild_flat_parameter, (
             data,
             self.requires_grad,
             self._names,
             self._shapes,
             self._is_sharded,
-            self._align,
+            layout.align,
             self.group,
             type(self),
             tuple(self.valueless),
-            self._layout_type,
+            type(layout),
             self.attributes,
             attributes_of(self),
-            *((self._block, self.packings) if self._block > 1 or any(self.packings) else ()),  # 0.1.0 reads the others
+            *((layout.block, self.packings) if layout.block > 1 or any(self.packings) else ()),  # unknown to 0.1.0
         )
 
 
@@ -392,16 +383,12 @@ def _rebuild_flat_parameter(
     block: int = 1,
     packings: tuple[Any, ...] | None = None,
 ) -> FlatParameter:
-    known = {
-        "valueless": frozenset(valueless) or NO_SLOTS,
-        "group": group,
-        "_layout_type": layout_type,
-        "_align": align,
-    }
-    known |= {"_block": block, "packings": packings or (None,) * len(shapes)}
+    known = {"valueless": frozenset(valueless) or NO_SLOTS, "group": group, "_is_sharded": sharded}
+    known["packings"] = packings or (None,) * len(shapes)
     if attributes is not None:
         known["attributes"] = attributes
-    flat = kind._build(data, requires_grad, names, shapes, _is_sharded=sharded, **known)
+    layout = layout_type.of(zip(names, shapes, strict=True), 1, align, None, block)
+    flat = kind._build(data, requires_grad, layout, **known)
     give_attributes(flat, own_attributes or {})
     return flat
 

@@ -12,7 +12,6 @@ these slices as a contiguous local tensor. Gathering concatenates the shards in 
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
@@ -103,7 +102,7 @@ class Layout(ABC):
             block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
         """
         named = tuple((name, torch.Size(shape)) for name, shape in named_shapes)
-        return _packed(cls, named, world_size, align, None if dims is None else tuple(dims), block)
+        return _packed(cls, named, world_size, align, (0,) * len(named) if dims is None else tuple(dims), block)
 
     @cached_property
     def numel(self) -> int:
@@ -215,12 +214,12 @@ def _packed(
     named_shapes: tuple[tuple[str, torch.Size], ...],
     world_size: int,
     align: int,
-    dims: tuple[int, ...] | None,
+    dims: tuple[int, ...],
     block: int,
 ) -> _Layout:
     slots: list[Slot] = []
     start, align = 0, math.lcm(align, block)
-    for (name, shape), dim in zip(named_shapes, itertools.repeat(0) if dims is None else dims, strict=False):
+    for (name, shape), dim in zip(named_shapes, dims, strict=True):
         slots.append(Slot(name, shape, -(-start // align) * align, dim))
         start = slots[-1].stop
     return kind(tuple(slots), world_size, align, block)
