@@ -127,11 +127,11 @@ class FlatParamHandle:
         self.policy, self.passes = policy, Passes()
         self.tags = Tags(0, 0, 0, 0)
         self.places = [list(places) for places in shard.places]
+        new = shard.new_orig_params
+        self.orig_params: OrigParams | None = None if new is None else new(flat_param, self.layout, comm.rank)
         entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in shard.listed_at]
-        self.orig_params: OrigParams | None = None
-        if shard.new_orig_params is not None:
-            self.orig_params = shard.new_orig_params(flat_param, self.layout, comm.rank, shard.places)
-            entries = self.orig_params.entries
+        for param, used in zip(self.orig_params.params, self.places, strict=True) if self.orig_params else ():
+            entries += [(place.module, place.name, param) for place in used]
         self.presentation = Presentation(self.places, entries)
         self.values = ShardValues(flat_param, self.layout, comm.rank, self.orig_params, self.presentation)
         self.precision = precision.for_param(flat_param)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import memory_of
 from fsdp.engine.counted_data import bring_seen
-from fsdp.engine.flat_param import FlatParameter, ListedParameter, ParamInfo
+from fsdp.engine.flat_param import FlatParameter, ListedParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
@@ -81,9 +81,7 @@ class LocalShard(ListedParameter):
 class OrigParams:
     """The local shards of the original parameters of one flat parameter, and their gradients."""
 
-    def __init__(
-        self, flat_param: FlatParameter, layout: Layout, rank: int, places: Sequence[Sequence[ParamInfo]]
-    ) -> None:
+    def __init__(self, flat_param: FlatParameter, layout: Layout, rank: int) -> None:
         self._flat_param, self._layout, self._rank = flat_param, layout, rank
         self._grad: weakref.ref[Tensor] | None = None  # the shard's gradient, while local shards show it
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
@@ -92,9 +90,6 @@ class OrigParams:
         ]
         self._pointers: dict[int, int] = {}  # where each lies, as it was left
         self.alias()
-        self.entries: list[tuple[nn.Module, str, nn.Parameter]] = [
-            (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
-        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_grad": None}
@@ -295,8 +290,7 @@ class OrigParams:
                 param.grad = self._show(slot, ours)
 
 
-# Of a shard, its layout, this rank, and the places of each parameter.
-NewOrigParams = Callable[[FlatParameter, Layout, int, Sequence[Sequence[ParamInfo]]], OrigParams]
+NewOrigParams = Callable[[FlatParameter, Layout, int], OrigParams]  # of a shard, its layout, and this rank
 
 
 _needs_grad = operator.attrgetter("requires_grad")

@@ -37,7 +37,7 @@ from fsdp.distributed.dtensor import (
 from fsdp.distributed.gather_extension import around, inner_of, values_of
 from fsdp.distributed.gathered_part import count_foreach, write_parts_through
 from fsdp.engine.counted_data import counted
-from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.layout import Layout, Slot
 from fsdp.engine.orig_params import OrigParams
@@ -235,7 +235,6 @@ class DTensorParams(OrigParams):
         flat_param: FlatParameter,
         layout: Layout,
         rank: int,
-        places: Sequence[Sequence[ParamInfo]],
         *,
         spread: DataParallelSpread,
         params: Sequence[nn.Parameter] | None = None,
@@ -248,7 +247,7 @@ class DTensorParams(OrigParams):
         _shards.add(flat_param)
         self._rows = [layout.local_place(slot, rank) for slot in range(len(layout.slots))]
         self._held: dict[int, list[Tensor]] = {}  # the tensors in the shard of each `DTensor`
-        super().__init__(flat_param, layout, rank, places)
+        super().__init__(flat_param, layout, rank)
         del self._given
         self._versions = self.versions
 
