@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -528,10 +528,6 @@ class FlatParamHandle:
         self.comm.settle()
         self.storage.copy_stream.settle()
 
-    def list_shards(self) -> None:
-        """List the parameters that optimizers step in the modules again."""
-        self.presentation.list_shards()
-
     def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
         """Expect gradients, see `GradientBuffer.begin_backward`."""
         if self.orig_params is not None:
@@ -542,29 +538,6 @@ class FlatParamHandle:
             self.gradients.drop()
         self.follow_frozen()
         self.gradients.begin_backward(self._trained, sync, fills_unused)
-
-    @property
-    def is_reduced(self) -> bool:
-        """True if the backward that runs reduces its gradients."""
-        return self.gradients.is_reduced
-
-    @property
-    def has_arrived(self) -> bool:
-        """True if a gradient has arrived on this rank in the backward that runs."""
-        return self.gradients.has_arrived
-
-    @property
-    def brought_gradients(self) -> bool:
-        """True if the backward that runs has brought gradients, or will reduce accumulated gradients."""
-        return bool(self.gradients.times_taken) or not self.gradients.is_empty
-
-    def begin_round(self) -> None:
-        """Expect every gradient (again) in this backward."""
-        self.gradients.begin_round()
-
-    def owe(self, unused: Collection[int] = ()) -> None:
-        """Take part in the next reduction, with zeros if this rank has no gradient; leave out `unused` parameters."""
-        self.gradients.owe(unused)
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""

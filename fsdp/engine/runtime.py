@@ -447,7 +447,7 @@ class Runtime:
 
     def _list_shards(self, unit: Unit) -> None:
         for handle in unit.handles:
-            handle.list_shards()
+            handle.presentation.list_shards()
 
     def _begin_backward(self, *, brings_nothing: bool = False) -> None:
         self._leaves_graph = self._leaves_graph and retains_graph()
@@ -455,13 +455,13 @@ class Runtime:
         self._waiting.clear()
         for unit in self.units:
             unit.begin_backward()
-        reduced = [one for unit in reversed(self.units) for one in unit.handles if one.is_reduced]
+        reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
         self._record_backward(self._outermost, reduced)
         if self.participation is not None:
             self.participation.begin_backward()
         in_flight = max(unit.policy.reductions_in_flight for unit in self.units)
         self._reductions.begin(reduced, in_flight, brings_nothing=brings_nothing)
-        ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.is_reduced}
+        ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
         self._usage.begin(ages, ranks_begin_together=not self.is_uneven)
 
     def _record_backward(self, unit: Unit, reduced: Sequence[FlatParamHandle]) -> None:
@@ -485,7 +485,7 @@ class Runtime:
         if unit.state is not TrainingState.FORWARD and not unit.backward.may_come:
             unit.transition_to(TrainingState.BACKWARD_POST)
         unit.backward.missing.discard(handle)
-        handle.begin_round()  # re-entrant checkpoints may bring a second round
+        handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         self.reduce(unit, handle)
         for notify in unit.observers.gradients_complete:
@@ -495,7 +495,7 @@ class Runtime:
         """Reduce the gradient of a handle, unless it continues to accumulate."""
         if self.participation is not None and not self.participation.announce_gradient(unit, handle):
             return
-        if not handle.is_reduced or self._usage.differs(handle):
+        if not handle.gradients.is_reduced or self._usage.differs(handle):
             return
         unit.backward.complete.add(handle)
         self._reduce_complete(unit)
@@ -545,8 +545,9 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Collective. Backward has ended on all ranks: reduce the rest of its gradients, and show all of them."""
-        has_gradient = any(handle.has_arrived for handle in self.handles)
-        has_any = has_gradient or any(handle.brought_gradients for handle in self.handles)
+        gradients = [handle.gradients for handle in self.handles]
+        has_gradient = any(each.has_arrived for each in gradients)
+        has_any = has_gradient or any(each.times_taken or not each.is_empty for each in gradients)
         self.has_trained = self.has_trained or has_any or not any(handle.requires_grad for handle in self.handles)
         self._reduce_rest()
         for handle in self.handles:
@@ -566,7 +567,7 @@ class Runtime:
             self._left = self._unsharded() if self._leaves_graph else []
         self._settle()
         self.has_deferred = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
-        if any(handle.is_reduced for handle in self.handles):
+        if any(handle.gradients.is_reduced for handle in self.handles):
             self.steps.end_backward()
         with torch.no_grad():
             self._usage.show_gradients()
@@ -584,7 +585,7 @@ class Runtime:
             for unit in self.units:
                 # Asked one by one, because a bucket reduces several at once.
                 for handle in filter(self._usage.is_due, reversed(unit.handles)):
-                    handle.owe(self._usage.unused(handle))
+                    handle.gradients.owe(self._usage.unused(handle))
                     self._reductions.submit(handle, unit.policy.postdivide)
             self._reductions.finish()
         self._reductions.finish()
@@ -598,9 +599,9 @@ class Runtime:
     def serve_reduction(self, handle: FlatParamHandle) -> None:
         """Take part in the reduction of a handle of which others have a gradient."""
         unit = next(unit for unit in self.units if handle in unit.handles)
-        handle.owe()
+        handle.gradients.owe()
         unit.backward.missing.discard(handle)
-        if handle.is_reduced:
+        if handle.gradients.is_reduced:
             self._reductions.submit(handle, unit.policy.postdivide, keep=True)
 
     @contextmanager

@@ -312,7 +312,8 @@ class Unit:
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
             self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
         # For the first gradient of a backward. Where parameters are sharded, computing it has read none of them.
-        if handle.phase is Phase.UNSHARDED and not handle.has_arrived and handle.shard_state != handle.state_in_use:
+        is_first = handle.phase is Phase.UNSHARDED and not handle.gradients.has_arrived
+        if is_first and handle.shard_state != handle.state_in_use:
             raise changed_before_backward(self)
         if handle.take_gradient(slot, leaf, self.policy.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)

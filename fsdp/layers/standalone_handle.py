@@ -134,7 +134,7 @@ class StandaloneHandle(FlatParamHandle):
         if not self.requires_grad:
             return
         if self.gradients.is_empty:
-            self.owe()
+            self.gradients.owe()
         self.accept(divided(self.reduce().wait(), self._postdivide))
         self.show_gradient([True] * len(self.layout.slots))
         self.settle()

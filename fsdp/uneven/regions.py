@@ -445,8 +445,8 @@ class Visits(Participation):
                 unit.reshard()  # it may be unsharded on some ranks only
         touched, self._touched = self._touched, set()
         for handle in touched:
-            if handle.requires_grad and not handle.is_reduced:
-                handle.owe()  # all ranks must reduce it in the end
+            if handle.requires_grad and not handle.gradients.is_reduced:
+                handle.gradients.owe()  # all ranks must reduce it in the end
 
     def announce(self, message: Message) -> list[Message]:
         """Announce this rank's next operation, and take part in earlier ones; return the messages of all ranks."""
