@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
-from fsdp.distributed.communicator import Tags, in_stage, labelled, own_rank
+from fsdp.distributed.communicator import Tags, in_stage, labelled, own_rank, uncompiled
 from fsdp.distributed.gather_extension import gradient_values
 from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import InternalError, outside_modes
@@ -767,7 +767,9 @@ _needs_grad = operator.attrgetter("requires_grad")
 _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+@uncompiled
 def _report_gradient(handle: weakref.ref[FlatParamHandle], slot: int, leaf: Tensor) -> None:
     """Hook of a leaf. The reference to the handle is weak: only the garbage collector would free a model otherwise."""
-    if (found := handle()) is not None and found.on_gradient is not None:
+    found = handle() if leaf.requires_grad else None  # autograd calls hooks of frozen leaves too, without a gradient
+    if found is not None and found.on_gradient is not None:
         found.on_gradient(found, slot, leaf)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.dtensor import is_dtensor, local_part, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves, accumulator_of
 from fsdp.engine.counted_data import counted, version_of_dtensor
@@ -36,7 +35,8 @@ class UnshardedParameters:
         layout: how they lie in the buffer.
         full: ``[unsharded_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
-        on_gradient: called with a parameter's number and its leaf, when autograd has finished the leaf's gradient.
+        on_gradient: called with a parameter's number and its leaf, when autograd is done with the leaf's gradient; of
+            frozen leaves too, which have none.
         absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
             where the buffer is the shard.
 
@@ -98,7 +98,7 @@ class UnshardedParameters:
         may_train = tensor.is_floating_point() or tensor.is_complex()
         leaf = counted(tensor, may_train)  # so that writes through its `.data` are detected
         if may_train:  # also if the parameter is frozen: the leaf stays the same tensor when it is thawed
-            leaf.register_post_accumulate_grad_hook(partial(_report, self._on_gradient, number))
+            leaf.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
             leaf.requires_grad_(requires_grad)
             if self._has_wide_gradients:
                 leaf.grad_dtype = None  # any, because operators may compute gradients in the wider dtype
@@ -252,9 +252,3 @@ class UnshardedParameters:
             view.copy_(local_part(self.leaves[number]).detach())
             set_local_part(self.leaves[number], view.data)
         self.rest()
-
-
-@uncompiled
-def _report(on_gradient: Callable[[int, Tensor], None], number: int, leaf: Tensor) -> None:
-    if leaf.requires_grad:  # autograd calls hooks of frozen leaves too, without a gradient
-        on_gradient(number, leaf)
