@@ -66,7 +66,6 @@ class UnshardedParameters:
         parts, self._attributes = flat_param.parts, flat_param.attributes
         seen = [part.shown(view) if part else view for view, part in zip(views, parts, strict=True)]
         self._on_gradient = on_gradient
-        self._requires_grad = list(requires_grad)
         self._has_wide_gradients = (flat_param.grad_dtype or flat_param.dtype).itemsize > flat_param.dtype.itemsize
         self._layout = layout
         self._placeholders: dict[str, Placeholder] = {}
@@ -242,7 +241,6 @@ class UnshardedParameters:
         for leaf, needs in zip(self.leaves, requires_grad, strict=True):
             if leaf.requires_grad is not needs:
                 leaf.requires_grad_(needs)
-        self._requires_grad = list(requires_grad)
         self.__dict__.pop("accumulators", None)
 
     def restore(self, numbers: Sequence[int]) -> None:

@@ -237,7 +237,7 @@ class ExtendedParameters(UnshardedParameters):
         for number, (param, part) in enumerate(zip(self._params, self._parts, strict=True)):
             made, inner = param.make()
             seen = made if part is None else part.shown(made)
-            leaf = self.leaves[number] = self._new_leaf(number, seen, self._requires_grad[number])
+            leaf = self.leaves[number] = self._new_leaf(number, seen, self.leaves[number].requires_grad)
             own = [*param.received, *inner]
             inside[id(leaf)] = [*(inner_of(local_part(leaf)) or [local_part(leaf)]), *own]
             held += own
