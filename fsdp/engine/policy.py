@@ -33,6 +33,7 @@ class Policy:
         comm_hook: the user's own reduce-scatter; None for ours.
         all_reduce_hook: a user's function that a reduction ends with.
         reductions_in_flight: so many reductions may go on while another one is started; of a root, the most counts.
+        bucket_bytes: of a root, small gradients go together up to this much; 0 sends each by itself.
     """
 
     reshard_after_forward: bool
@@ -53,6 +54,7 @@ class Policy:
     comm_hook: CommHook | None = None
     all_reduce_hook: AllReduceHook | None = None
     reductions_in_flight: int = 1
+    bucket_bytes: int = 0
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class Policy:
         keeps_without_backward: bool,
         predivide: float,
         postdivide: float,
+        bucket_bytes: int,
     ) -> Policy:
         """Return the settings of a unit that was just made."""
         is_kept, reshards = placements.keeps_unsharded, placements.reshard_after_forward
@@ -75,6 +78,7 @@ class Policy:
             sync=deferred if placements.defers_reduction else GradientSync.FULL,
             predivide=predivide,
             postdivide=postdivide,
+            bucket_bytes=bucket_bytes,
         )
 
     @property

@@ -59,7 +59,6 @@ class Runtime:
     Args:
         root: the outermost unit.
         named_units: the units of its tree, which all ranks have numbered alike, with the names of their modules.
-        bucket_bytes: see `Reductions`.
 
     Raises:
         RuntimeError: if an inner unit already belongs to a root of its own.
@@ -69,7 +68,7 @@ class Runtime:
     checks: Checks  # of its tree
     steps: Any  # of its optimizers, as far as ranks compare them (`Steps`)
 
-    def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]], *, bucket_bytes: int) -> None:
+    def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]]) -> None:
         self.root = root
         self.units = [unit for _, unit in named_units]
         self.passes = Passes()
@@ -77,7 +76,7 @@ class Runtime:
         mixed = [unit for unit in self.units if unit.precision.is_mixed]
         self.inside_mixed = {inner for unit in mixed for _, inner in units_in(unit) if inner is not unit}
         self.has_run = False  # a forward has begun with the root
-        self._reductions = Reductions(bucket_bytes)
+        self._reductions = Reductions(root.policy.bucket_bytes)
         self._usage = Usage()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()

@@ -26,12 +26,8 @@ from fsdp.layers.steps import Steps
 from fsdp.layers.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
 
 
-def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
-    """Collective. Return the runtime of a tree of units, which is the same on all ranks.
-
-    Args:
-        root: the outermost unit.
-        bucket_bytes: see `fsdp.engine.reduction.Reductions`.
+def new_runtime(root: Unit) -> Runtime:
+    """Collective. Return the runtime of the tree of an outermost unit, which is the same on all ranks.
 
     Raises:
         RuntimeError: if an inner unit already belongs to a root of its own, the ranks built different models, or a
@@ -45,7 +41,7 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
     agree(root, to_run=True)
     share_memory(unit for _, unit in named_units)
     forget_memory(unit for _, unit in named_units)
-    runtime = Runtime(root, named_units, bucket_bytes=bucket_bytes)
+    runtime = Runtime(root, named_units)
     runtime.steps = Steps(root)
     runtime.checks = TreeChecks(runtime)
     return_freed_memory()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -103,10 +102,10 @@ def meet_torch() -> None:
     teach_torch()
 
 
-def _new_runtime(root: Unit, bucket_bytes: int) -> Runtime:
+def _new_runtime(root: Unit) -> Runtime:
     from fsdp.layers.first_use import new_runtime  # the checks of a tree, which nothing needs before its first use
 
-    return new_runtime(root, bucket_bytes=bucket_bytes)
+    return new_runtime(root)
 
 
 def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
@@ -227,9 +226,10 @@ def _make_unit(
             keeps_without_backward=form.lists_parts,
             predivide=predivide,
             postdivide=averaged / predivide,
+            bucket_bytes=options.bucket_bytes,
         ),
         settings=options.compared,
-        new_runtime=partial(_new_runtime, bucket_bytes=options.bucket_bytes),
+        new_runtime=_new_runtime,
     )
     for each in unit.modules:
         hooks = ForwardHooks(
