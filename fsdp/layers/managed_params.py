@@ -17,12 +17,11 @@ from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.originals import lender_of, owner_of, taken_by, taken_over
+from fsdp.engine.originals import Places, lender_of, owner_of, taken_by, taken_over
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit, units_in
 
-Places = list[ParamInfo]
 Found = dict[nn.Parameter, Places]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
 # `FlatParameter.shard_of` of some parameters, with ranks and storage settled; keywords say what is different.
@@ -49,15 +48,14 @@ def collect(
     tied: Found | None = None,
     claimed: Collection[tuple[nn.Module, str]] = (),
     *,
-    with_values: bool = True,
+    for_unit: bool = False,
     takes_all: bool = False,
-    takes_bytes: bool = False,
 ) -> Found:
     """Return the parameters below `module` that belong to no inner unit, each with every place where it is used.
 
     Places of inner units (`claimed`) are excluded. Parameters of another unit that can be shared are added to `tied`,
-    if given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather extension are included;
-    with `takes_bytes`, those that have a `Packing`.
+    if given. `for_unit`, parameters without values are included, and those that are sharded as bytes; with `takes_all`,
+    frozen integers and tensor subclasses with torch's all-gather extension.
 
     Raises:
         TypeError: if a parameter is an integer tensor or has another type that cannot be flattened.
@@ -91,12 +89,8 @@ def collect(
                     f"{fqn} is a parameter of a module of torch.jit, which keeps its own parameters: shard the plain "
                     "module, or pass this one in ignored_modules (its parameters in ignored_params of fully_shard)"
                 )
-            if takes_bytes and is_packed(param, in_rows=takes_all):
-                from fsdp.layers.packing import Packing  # for quantised and integer parameters
-
-                Packing(fqn, param)  # raises an error for a parameter that has no such form
-            else:
-                _check(fqn, param, with_values, takes_all)
+            if not (for_unit and is_packed(param, in_rows=takes_all)):  # their `Packing` checks those
+                _check(fqn, param, for_unit, takes_all)
             kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
     refuse_aliases({param: places[0].fqn for param, places in (found | (tied or {})).items()})
     return found
@@ -131,7 +125,7 @@ def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
     """Raise ValueError if two parameters, given with their names, have the same memory."""
     seen: dict[int, str] = {}
     for param, name in named.items():
-        if is_packed(param) and type(param) is not nn.Parameter:
+        if type(param) is not nn.Parameter and is_packed(param):
             continue  # its class has the memory, and bytes are copied from there
         local = _memory_of(param)
         address = 0 if local.is_meta or not local.numel() else local.data_ptr()  # 0 for classes with inner tensors
@@ -184,7 +178,7 @@ def forget_memory(units: Iterable[Unit]) -> None:
         _memory.pop(unit, None)
 
 
-def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) -> None:
+def _check(fqn: str, param: nn.Parameter, for_unit: bool, takes_all: bool) -> None:
     if not (
         param.requires_grad or type(param) in PLAIN or is_dtensor(param) or hasattr(type(param), "__tensor_flatten__")
     ):
@@ -209,7 +203,7 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
     if takes_all and holds_extended(param):
         check_extension(fqn, param)
         is_known = True
-    if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
+    if param.layout is not torch.strided or (param.is_meta and not for_unit) or not is_known:
         kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
         kind += f" around a {type(local_part(param)).__name__}" if is_dtensor(param) else ""
         raise TypeError(

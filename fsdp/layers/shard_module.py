@@ -126,9 +126,8 @@ def _shard_params(
         ignored,
         tied if form.lists_parts or form.names_shards else None,  # a flat parameter is not shared with other units
         claimed_in(module),
-        with_values=False,
+        for_unit=True,
         takes_all=form.lists_parts,
-        takes_bytes=True,
     )
     uncast = _uncast(options.precision, found | tied)
     sharder: Sharder = form

@@ -19,11 +19,10 @@ from fsdp.distributed.dtensor import MeshPart, is_dtensor
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import paths_in
-from fsdp.engine.originals import follow_flat_param, lender_of, note_stale, taken_over
+from fsdp.engine.originals import Places, follow_flat_param, lender_of, note_stale, taken_over
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in, units_of
-from fsdp.layers.managed_params import Places
 from fsdp.layers.state_requests import Exporting
 
 

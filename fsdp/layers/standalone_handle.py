@@ -18,7 +18,7 @@ from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.orig_params import OrigParams
-from fsdp.engine.originals import take_over
+from fsdp.engine.originals import Places, take_over
 from fsdp.engine.placements import Placements
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import MixedPrecision, Precision
@@ -26,7 +26,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.storage import ShardStorage
 from fsdp.engine.unit import units_of
 from fsdp.layers.fingerprints import take_fingerprints
-from fsdp.layers.managed_params import Places, collect, names_of
+from fsdp.layers.managed_params import collect, names_of
 from fsdp.layers.options import Options
 from fsdp.layers.shard_module import ALIGNED, meet_torch, refuse_fake_tensors
 from fsdp.layers.sharding_strategy import Groups
