@@ -21,12 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-EVENTS: tuple[str, ...] = (
-    *("forward", "forward_end", "backward", "gradient", "gradients_complete", "unshard", "reshard"),
-    *("backward_end", "step", "step_end"),
-)
-
-
 Methods = tuple[Callable[..., None], ...]
 
 
@@ -64,6 +58,9 @@ class Observers:
 
     def __reduce__(self) -> Any:
         return _none, ()
+
+
+EVENTS = tuple(Observers.__annotations__)
 
 
 def _none() -> Observers:
