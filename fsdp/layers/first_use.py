@@ -7,8 +7,12 @@ added, and a `DistributedDataParallel` around the tree.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain, repeat
+from operator import is_, itemgetter
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.distributed.devices import is_host, return_freed_memory
@@ -17,7 +21,6 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit, units_in
-from fsdp.layers.contents import Contents
 from fsdp.layers.deferred_init import have_values_everywhere, require_values_everywhere
 from fsdp.layers.managed_params import forget_memory
 from fsdp.layers.merged_writes import merge_written
@@ -74,6 +77,29 @@ def share_memory(units: Iterable[Unit]) -> None:
             kept = () if handle.kept_shard is None else (handle.kept_shard.comm,)
             for comm in (handle.comm, handle.reduce_comm, handle.replica_axis, *kept):
                 comm.share_memory(handle.layout.shard_numel * handle.dtype.itemsize)
+
+
+class Contents:
+    """The modules and parameters that the modules of a tree hold.
+
+    Each forward in training asks whether these are others now, so the loops run in C. Modules may get other
+    dictionaries (`nn.Sequential` does when a part of it is deleted): they are looked up each time.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = [module.__dict__ for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._held = self._look()
+
+    def _look(self) -> tuple[list[Any], list[str], list[bool]]:
+        children = map(dict.values, filter(None, map(itemgetter("_modules"), self._modules)))
+        params = list(filter(None, map(itemgetter("_parameters"), self._modules)))
+        # A name that has no parameter (`bias=False`) may get one.
+        absent = map(is_, chain.from_iterable(map(dict.values, params)), repeat(None))
+        return list(chain.from_iterable(children)), list(chain.from_iterable(params)), list(absent)
+
+    def have_changed(self) -> bool:
+        """Return whether a module or a parameter was put into one of the modules since, or taken out."""
+        return self._look() != self._held
 
 
 class TreeChecks(Checks):
