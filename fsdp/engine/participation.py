@@ -1,8 +1,8 @@
 """`Participation`: the seam between the runtime and ranks that do different things.
 
-The runtime assumes that all ranks run all units, in one order, and begin a backward together: each collective that it
-issues is issued by the other ranks as well. Where ranks run different modules, or run out of batches, a subclass of
-`Participation` is attached to the runtime, which calls it at the points where ranks may differ.
+The runtime calls a `Participation` at the points where ranks may differ. By default all ranks run all units, in one
+order, and begin a backward together: each collective that the runtime issues is issued by the other ranks as well.
+Where ranks run different modules, or run out of batches, a subclass is attached to the runtime.
 """
 
 from __future__ import annotations

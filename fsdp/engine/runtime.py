@@ -67,6 +67,7 @@ class Runtime:
     # Layers, which the function that makes the runtime attaches.
     checks: Checks  # of its tree
     steps: Any  # of its optimizers, as far as ranks compare them (`Steps`)
+    participation: Participation  # of the ranks, which may do different things
 
     def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]]) -> None:
         self.root = root
@@ -89,7 +90,6 @@ class Runtime:
         self._leaves_graph = False  # its graph is kept (create_graph=True), and needs the unsharded parameters
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
-        self.participation: Participation | None = None  # of ranks that do different things, if they may
         self._kept = [handle for handle in self.handles if handle.kept_shard is not None]
         self._deferring = [unit for unit in self.units if unit.placements.defers_reduction]
         self.keeps_parameters = any(unit.placements.keeps_parameters for unit in self.units)  # from step to step
@@ -142,9 +142,8 @@ class Runtime:
         self._running.append(call)
         if is_outermost:
             self.passes.begin_forward(unit.name, unit.ranks, unit.mode)
-        if self.participation is not None:
-            self.participation.enter(call, is_outermost=is_outermost)
-        if is_outermost and (self._left or self._kept) and not self.is_joining:
+        self.participation.enter(call, is_outermost=is_outermost)
+        if is_outermost and (self._left or self._kept) and not self.participation.is_joining:
             self._reshard_overwritten()
             self._renew_kept()
         if call.recomputed:
@@ -219,9 +218,7 @@ class Runtime:
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start the following units; returns their order, None if ranks have no common order."""
         usual = self._backward_order if is_backward else self._forward_order
-        order: ExecutionOrder[Unit] | None = usual
-        if self.participation is not None:
-            order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
+        order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
         ahead: Sequence[Unit] = ()
         started = 1  # of those ahead; the others are only read from disk
         if order is not None:
@@ -268,8 +265,7 @@ class Runtime:
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
                 self._list_shards(unit)
-            if self.participation is not None:
-                self.participation.leave(call, output, needs_backward=needs_backward)
+            self.participation.leave(call, output, needs_backward=needs_backward)
             return
         if needs_backward:
             call.number = unit.backward.add(call)
@@ -288,8 +284,7 @@ class Runtime:
             unit.reshard(is_needed=needs_backward and call.order is not None)
         else:
             self._list_shards(unit)
-        if self.participation is not None:
-            self.participation.leave(call, output, needs_backward=needs_backward)
+        self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
             self.passes.end_forward()
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
@@ -346,8 +341,7 @@ class Runtime:
         unit.transition_to(TrainingState.IDLE)
         unit.yet_to_run = NO_MODULES
         self._let_go(unit)
-        if self.participation is not None:
-            self.participation.fail(unit)
+        self.participation.fail(unit)
         if not self._running:
             if not isinstance(sys.exc_info()[1], CollectiveError):  # else other ranks compare how far it came
                 self.passes.end_forward()
@@ -375,7 +369,7 @@ class Runtime:
         """Hook: backward has reached an output of a call of `unit`."""
         self.ensure_backward()
         if torch.is_grad_enabled():
-            self._leaves_graph = not (self.is_joining or self.is_uneven)
+            self._leaves_graph = not (self.participation.is_joining or self.participation.is_uneven)
             if not self._leaves_graph and not call.is_transformed:
                 raise RuntimeError(
                     f"{unit.name}: backward with create_graph=True is not supported inside fsdp.join, nor where only "
@@ -399,10 +393,9 @@ class Runtime:
             for one in waiting:
                 self._free_after_backward(one)
             self.passes.reach(unit.name)
-            if self.participation is not None:
-                self.participation.reach(call)
-                if self.participation.is_uneven:
-                    self._reductions.drain()
+            self.participation.reach(call)
+            if self.participation.is_uneven:
+                self._reductions.drain()
             backward.reach(call.number)
             if backward.reached > 1:  # re-entrant checkpoints bring unannounced gradients in each call anew
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
@@ -456,12 +449,11 @@ class Runtime:
             unit.begin_backward()
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
         self._record_backward(self._outermost, reduced)
-        if self.participation is not None:
-            self.participation.begin_backward()
+        self.participation.begin_backward()
         in_flight = max(unit.policy.reductions_in_flight for unit in self.units)
         self._reductions.begin(reduced, in_flight, brings_nothing=brings_nothing)
         ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
-        self._usage.begin(ages, ranks_begin_together=not self.is_uneven)
+        self._usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)
 
     def _record_backward(self, unit: Unit, reduced: Sequence[FlatParamHandle]) -> None:
         divisor, usual = unit.policy.predivide * unit.policy.postdivide, unit.comm.world_size * unit.replicas.world_size
@@ -492,7 +484,7 @@ class Runtime:
 
     def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Reduce the gradient of a handle, unless it continues to accumulate."""
-        if self.participation is not None and not self.participation.announce_gradient(unit, handle):
+        if not self.participation.announce_gradient(unit, handle):
             return
         if not handle.gradients.is_reduced or self._usage.differs(handle):
             return
@@ -513,7 +505,7 @@ class Runtime:
                 if oldest > 1 and (oldest > backward.reached or unit.contains_units):
                     return
                 backward.complete.discard(each)
-                self._reductions.submit(each, unit.policy.postdivide, keep=self.is_uneven)
+                self._reductions.submit(each, unit.policy.postdivide, keep=self.participation.is_uneven)
             elif each in backward.missing and self._usage.is_coming(each):
                 return
 
@@ -537,8 +529,7 @@ class Runtime:
                 unit.transition_to(TrainingState.BACKWARD_POST)
 
     def _end_backward(self) -> None:
-        if self.participation is not None:
-            self.participation.end_backward()
+        self.participation.end_backward()
         self.passes.end_backward()
         self.finish_backward()
 
@@ -653,16 +644,6 @@ class Runtime:
                 handle.release()
 
     @property
-    def is_uneven(self) -> bool:
-        """Return whether ranks run different modules in the backward that runs."""
-        return self.participation is not None and self.participation.is_uneven
-
-    @property
-    def is_joining(self) -> bool:
-        """Return whether some ranks may have no more batches (`fsdp.join`)."""
-        return self.participation is not None and self.participation.is_joining
-
-    @property
     def is_computing(self) -> bool:
         """Return whether a forward or backward is running."""
         return bool(self._running) or (self.is_in_backward and in_backward())
@@ -674,7 +655,7 @@ class Runtime:
         """
         if self.is_computing:
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
-        if self.is_joining and not is_served:
+        if self.participation.is_joining and not is_served:
             raise RuntimeError(
                 f"cannot {what} inside fsdp.join: ranks that have finished don't. Do it after the context"
             )
@@ -723,8 +704,7 @@ class Runtime:
                 "sharded model unshards its parameters for one thread at a time: call it from one thread, or with a "
                 "lock around each forward and backward, in the same order on every rank."
             )
-        if self.participation is not None:
-            self.participation.abandon()
+        self.participation.abandon()
         self._usage.abandon()
         self._reductions.abandon()
         for unit in self.units:

@@ -22,6 +22,7 @@ from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.custom_collectives import InFront
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.unit import Unit
 from fsdp.layers.listed_shards import params_of
@@ -387,7 +388,7 @@ def _require_possible(runtime: Runtime, reduce: Any, gather: Any, replicas: Any)
             "fsdp.compress: nothing is sharded, so that `reduce` and `gather` have no effect: use `replicas`"
         )
     problems = [problem for unit in runtime.units for problem in _problems(unit, reduce, gather, replicas)]
-    if runtime.participation is not None and any(given.values()):
+    if type(runtime.participation) is not Participation and any(given.values()):
         problems.append("the model uses fsdp.SameBits, fsdp.join or fsdp.cond, which send gradients by themselves")
     if problems:
         more = f" (and {len(problems) - 1} more)" if problems[1:] else ""

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp.distributed.devices import is_host, return_freed_memory
 from fsdp.engine.checks import Checks
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.participation import Participation
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit, units_in
@@ -47,6 +48,7 @@ def new_runtime(root: Unit) -> Runtime:
     runtime = Runtime(root, named_units)
     runtime.steps = Steps(root)
     runtime.checks = TreeChecks(runtime)
+    runtime.participation = Participation()
     return_freed_memory()
     return runtime
 

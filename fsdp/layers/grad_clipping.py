@@ -52,8 +52,7 @@ def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_n
     """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
     runtime.reduce_deferred()
-    if runtime.participation is not None:
-        runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
+    runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
     return clip_grad_norm(runtime, max_norm, norm_type, error_if_nonfinite)
 
 
@@ -62,8 +61,7 @@ def clip_by_value(runtime: Runtime, clip_value: float) -> None:
     """`clip_grad_value` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
     runtime.reduce_deferred()
-    if runtime.participation is not None:
-        runtime.participation.announce_clip_value(clip_value)
+    runtime.participation.announce_clip_value(clip_value)
     clip_grad_value(runtime, clip_value)
 
 

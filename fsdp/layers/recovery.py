@@ -96,7 +96,7 @@ class _State(NamedTuple):
 
 def _recover(root: Unit) -> bool:
     runtime = next((each for each in runtimes() if each.root is root), None)
-    if runtime is not None and runtime.is_joining:
+    if runtime is not None and runtime.participation.is_joining:
         raise RuntimeError(f"{_CALL} inside fsdp.join: call it after the context, on every rank")
     if runtime is not None and runtime.is_computing:
         raise RuntimeError(f"{_CALL} in the middle of a forward or backward of {root.name}: call it after them")

@@ -180,7 +180,7 @@ class SameBits:
                 "of ranks that you will train with (24 for 1, 2, 3, 4, 6, 8, 12 and 24)"
             )
         problems = [problem for unit in self._runtime.units for problem in _problems(unit, ranks)]
-        if not isinstance(self._runtime.participation, _RanksWithMicroBatches | None):
+        if type(self._runtime.participation) not in (Participation, _RanksWithMicroBatches):
             problems.append("the model uses fsdp.cond or fsdp.join, by which ranks do different things")
         apart = {id(param) for param in unsharded_parameters(self._root) if param.requires_grad}
         problems += [

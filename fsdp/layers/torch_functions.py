@@ -122,7 +122,7 @@ class Models:
     def prepare(self) -> None:
         """Move gradients to the device of their parameters, and raise RuntimeError if that is impossible."""
         for runtime in self._runtimes:
-            if runtime.is_joining:
+            if runtime.participation.is_joining:
                 raise RuntimeError(
                     f"{self._function} inside fsdp.join: ranks that have finished take part in clip_grad_norm_ and "
                     "clip_grad_value_ of all parameters of one model, and in nothing else of this kind."

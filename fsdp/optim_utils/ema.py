@@ -52,8 +52,7 @@ class EMA(AveragedModel):
         """
         self._pairs(model, "EMA.update_parameters()")
         unit = unit_of_wrapper(model)
-        uneven = [each.participation for each in runtimes() if each.root is unit and each.participation is not None]
-        if not all(participation.repeats_steps for participation in uneven):
+        if not all(each.participation.repeats_steps for each in runtimes() if each.root is unit):
             raise RuntimeError(
                 "EMA.update_parameters() inside fsdp.join: ranks that have finished step their shards, and would leave "
                 "the average as it is. Pass fsdp.join(..., after_step=lambda _: ema.update_parameters(model)) as well, "

@@ -102,7 +102,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # Private in torch, but the only place that both `unscale_` and the step of fused optimizers (which unscale by
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 to 2.15.
-        if any(runtime.is_joining for runtime in runtimes()):
+        if any(runtime.participation.is_joining for runtime in runtimes()):
             raise NotImplementedError(
                 "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and "
                 "those that have finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally "
