@@ -29,14 +29,9 @@ class UnitBackward:
     """
 
     def __init__(self) -> None:
-        self.oldest = self.reached = 0
-        self.missing: set[FlatParamHandle] = set()
-        self.complete: set[FlatParamHandle] = set()
-        self._elsewhere: int | None = None  # references to unsharded parameters besides those of calls that it came to
-        self._checkpoints: list[weakref.ref[Any]] = []  # of these calls
-        self._inside: set[int] = set()  # calls: backward has come to their outputs, and not to their inputs
-        self._made = self._before_backward = 0
+        self._made = 0
         self._pending: dict[int, weakref.ref[Any]] = {}  # calls that no backward has come to, the oldest first
+        self.begin(())
 
     def add(self, call: object) -> int:
         """Register a forward that has ended, and whose backward may run for as long as it lives; return its number."""
@@ -54,11 +49,11 @@ class UnitBackward:
         self._before_backward, self.reached = self._made, 0
         self._pending = {number: call for number, call in self._pending.items() if call() is not None}
         self.oldest = max(map(self._age, self._pending), default=0)
-        self.complete.clear()
         self.missing = set(handles)
-        self._inside.clear()
-        self._elsewhere = None
-        self._checkpoints = []
+        self.complete: set[FlatParamHandle] = set()
+        self._elsewhere: int | None = None  # references to unsharded parameters besides those of calls that it came to
+        self._checkpoints: list[weakref.ref[Any]] = []  # of these calls
+        self._inside: set[int] = set()  # calls: backward has come to their outputs, and not to their inputs
 
     def reach(self, number: int) -> None:
         """Record that backward has come to a call."""
