@@ -112,9 +112,26 @@ class Placeholder(Tensor):
 
 
 class AbsentParameter(Placeholder):
-    """A placeholder for a parameter. Code that looks it up, as `nn.Module.get_parameter`, finds a parameter."""
+    """A placeholder for a parameter. Code that looks it up, as `nn.Module.get_parameter`, finds a parameter.
+
+    Its gradient is that of the parameter that is listed in its place, if that is listed by itself.
+    """
 
     _is_param = True
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None if self.listed is None else self.listed.grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        if self.listed is None:
+            raise RuntimeError(
+                f"{self.message} A gradient that is set here would have no effect: set the gradient of the flat "
+                "parameter that the sharded model lists, or of parts by `with model.summon_full_params("
+                "with_grads=True):`; with use_orig_params=True each parameter has its own."
+            )
+        self.listed.grad = grad
 
 
 class ValuelessParameter(AbsentParameter):

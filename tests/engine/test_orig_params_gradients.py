@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp import FullyShardedDataParallel
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.orig_twins import OrigTwins, one_sgd, one_toolbox, part_of, two_optimizers, use_a
@@ -201,3 +203,18 @@ def _thaw(params: dict[str, nn.Parameter]) -> None:
 
 def _freeze_scale(params: dict[str, nn.Parameter]) -> None:
     params["scale"].requires_grad_(False)
+
+
+@on_ranks(2)
+def test_a_gradient_is_read_and_dropped_by_the_name_in_the_module() -> None:
+    torch.manual_seed(0)
+    model: Any = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.state_dict()
+    model(torch.ones(2, 4)).sum().backward()
+    kept, dropped = model.module.module
+    assert kept.weight.grad is dict(model.named_parameters())["0.weight"].grad
+    dropped.weight.grad = None
+    optimizer.step()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"0.weight", "0.bias", "1.bias"}

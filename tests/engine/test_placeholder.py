@@ -184,6 +184,23 @@ def test_what_would_be_forgotten_with_the_placeholder_is_refused() -> None:
     assert weight(3, 2).requires_grad
 
 
+def test_the_gradient_is_that_of_the_parameter_in_its_place() -> None:
+    absent, local = weight(3, 2), nn.Parameter(torch.ones(4))
+    absent.listed = local
+    assert absent.grad is None
+    absent.grad = torch.arange(4.0)
+    assert absent.grad is local.grad
+    absent.grad = None
+    assert local.grad is None
+
+
+def test_setting_the_gradient_of_a_part_of_a_flat_parameter_is_refused() -> None:
+    for value in (None, torch.ones(3, 2)):
+        told = r"layers.0.weight is sharded.*would have no effect: .*with_grads=True.*use_orig_params=True"
+        with pytest.raises(RuntimeError, match=told):
+            weight(3, 2).grad = value
+
+
 def test_the_message_is_found_anywhere_among_the_arguments() -> None:
     with refused():
         torch.add(OTHER, other=weight(3, 2))
