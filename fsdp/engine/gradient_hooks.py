@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.orig_params import OrigParams
+
+IN_BACKWARD = "_in_backward_optimizers"  # the attribute by which torch marks parameters
 
 
 class GradientHooks:
@@ -55,13 +58,20 @@ class GradientHooks:
         self.delivered = [params[slot] for slot in slots]
 
     def end_backward(self) -> None:
-        """Call the hooks of `Tensor.register_post_accumulate_grad_hook` for gradients of this backward."""
+        """Call the hooks of `Tensor.register_post_accumulate_grad_hook` for gradients of this backward.
+
+        Afterwards step the optimizers of `_apply_optimizer_in_backward`, and drop the gradients, as its hooks do.
+        """
         delivered, self.delivered = self.delivered, ()
-        if delivered and any(param._post_accumulate_grad_hooks for param in delivered):
+        if delivered and any(param._post_accumulate_grad_hooks or _optimizers_of(param) for param in delivered):
             self._flat_param.bring_gradient()
             for param in (each for each in delivered if each.grad is not None):
                 for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                     hook(param)
+                for optimizer in (optimizers := _optimizers_of(param)):
+                    optimizer.step()
+                if optimizers:
+                    param.grad = None
 
     def abandon(self) -> None:
         """Discard waiting and delivered gradients."""
@@ -74,3 +84,13 @@ def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
         changed = hook(grad)
         grad = grad if changed is None else changed
     return grad
+
+
+def _optimizers_of(param: nn.Parameter) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that torch's `_apply_optimizer_in_backward` has created for a parameter.
+
+    Their hooks are on its node in the graph, which the gradient of a shard does not pass. A copy of the parameter has
+    the same list, and is not stepped by it.
+    """
+    found = param.__dict__.get(IN_BACKWARD, ())
+    return [each for each in found if any(param is own for group in each.param_groups for own in group["params"])]

@@ -40,7 +40,7 @@ from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import InternalError, outside_modes
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo, keep_gradients_in
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, check_gradient, divided
-from fsdp.engine.gradient_hooks import GradientHooks
+from fsdp.engine.gradient_hooks import IN_BACKWARD, GradientHooks
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
@@ -574,7 +574,7 @@ class FlatParamHandle:
         if not self.storage.is_resident:
             self.storage.check(self.name)
         reduced = self.gradients.of_shard(reduced, self.comm.rank).to(self.kept_grad_dtype)
-        if any(map(any, map(_hooks_of, self.listed_params))):
+        if any(any(_hooks_of(param)) or IN_BACKWARD in param.__dict__ for param in self.listed_params):
             if self.gradient_hooks is None:
                 self.gradient_hooks = GradientHooks(self.flat_param, self.listed_params, self.orig_params)
             self.gradient_hooks.keep(reduced)

@@ -15,6 +15,7 @@ from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, loc
 from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of, is_of_values
 from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.gradient_hooks import IN_BACKWARD
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.originals import Places, lender_of, owner_of, taken_by, taken_over
@@ -212,7 +213,8 @@ def _check(fqn: str, param: nn.Parameter, for_unit: bool, takes_all: bool) -> No
             "__tensor_flatten__ are sharded as bytes: freeze it (requires_grad_(False)). To train it, use fully_shard, "
             "which shards classes of plain tensors."
         )
-    if taken_over(param) is None and (param._backward_hooks or param._post_accumulate_grad_hooks):
+    is_hooked = param._backward_hooks or param._post_accumulate_grad_hooks or IN_BACKWARD in vars(param)
+    if taken_over(param) is None and is_hooked:
         raise ValueError(
             f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
             "sharding, and register them afterwards on what the sharded model lists."

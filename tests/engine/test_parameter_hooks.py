@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from tests.helpers.equality import assert_close
 from tests.helpers.forms import full_state
 from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.parity import Alone
 
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {},
@@ -32,6 +34,13 @@ def net() -> nn.Module:
     return Net(
         lambda net, x: net.last(net.first(x)), first=nn.Linear(4, 5), unused=nn.Linear(3, 3), last=nn.Linear(5, 2)
     )
+
+
+def _apply_in_backward(optimizer: type[torch.optim.Optimizer], model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which the import uses
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
 
 
 def _wrapped(plain: nn.Module, kind: str) -> Any:
@@ -75,6 +84,40 @@ def test_hooks_of_parameters_see_reduced_gradients(kind: str) -> None:
     model = _wrapped(plain, kind)
     _step_in_backward(plain, model)
     _change_and_count(plain, model, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_optimizers_that_torch_applies_in_backward_step(kind: str) -> None:
+    """Their hooks are on nodes of the graph that gradients of shards do not pass."""
+    torch.manual_seed(0)
+    plain = net()
+    model = _wrapped(plain, kind)
+    for each in (plain, model):
+        _apply_in_backward(torch.optim.Adam, each)
+    for number in range(3):
+        _backward(model, 2 * number, sync=False)
+        _backward(model, 2 * number + 1)
+        world, numbers = dist.get_world_size(), (2 * number, 2 * number + 1)
+        losses = [plain(_inputs(each, rank)).square().sum() / world for each in numbers for rank in range(world)]
+        torch.stack(losses).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+    _assert_close(model, plain)
+
+
+def test_a_copy_is_not_stepped_by_the_optimizers_of_its_model() -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 2), Alone())
+    _apply_in_backward(torch.optim.SGD, model)
+    copied = copy.deepcopy(model)
+    copied(torch.ones(3, 4)).sum().backward()
+    assert copied.params[0].grad is not None
+
+
+def test_optimizers_in_backward_of_the_plain_model_are_refused() -> None:
+    plain = nn.Linear(4, 2)
+    _apply_in_backward(torch.optim.SGD, plain)
+    with pytest.raises(ValueError, match=r"weight has gradient hooks, which would never run: .* register them after"):
+        FullyShardedDataParallel(plain, Alone())
 
 
 def _step_in_backward(plain: nn.Module, model: Any) -> None:
