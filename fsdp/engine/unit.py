@@ -571,9 +571,9 @@ def unit_of_wrapper(module: nn.Module) -> Unit | None:
 def changed_before_backward(unit: Unit) -> RuntimeError:
     """Return the error of a backward through a unit whose shards have changed since its forward."""
     return RuntimeError(
-        f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or fsdp.park?) between forward and "
-        "backward, so gradients would belong to neither the old nor the new values. Run backward before the change, or "
-        "forward again after it."
+        f"{unit.name}: its parameters were changed (by an optimizer step, a cast, fsdp.park, or summon_full_params() "
+        "without volatile=True?) between forward and backward, so gradients would belong to neither the old nor the "
+        "new values. Run backward before the change, or forward again after it."
     )
 
 

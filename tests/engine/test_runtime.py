@@ -459,6 +459,21 @@ def test_a_cast_between_forward_and_backward_is_an_error() -> None:
     score(model.double()(batch(0, 0))).backward()
 
 
+@on_ranks(2)
+def test_summoning_between_forward_and_backward_says_volatile() -> None:
+    """What is saved back may have changed."""
+    model: Any = nested_mlp(fully_sharded()).double()
+    loss = score(model(batch(0, 0)))
+    with model.summon_full_params(volatile=True):
+        pass
+    loss.backward()
+    loss = score(model(batch(1, 0)))
+    with model.summon_full_params():
+        pass
+    with pytest.raises(RuntimeError, match=r"summon_full_params\(\) without volatile=True.*forward and backward"):
+        loss.backward()
+
+
 class Picky(nn.Module):
     """Uses its second half on some ranks only."""
 

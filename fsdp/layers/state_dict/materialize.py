@@ -245,7 +245,8 @@ def _require_filled(lack: Uninitialized, module: str) -> None:
         where = "on the meta device" if value.is_meta else "without values"
         raise RuntimeError(
             f"{module}: its initialisation left {name} {where}. Give a param_init_fn that initialises every "
-            "parameter and buffer that is directly in the module that it is called with."
+            "parameter and buffer that is directly in the module that it is called with. They have memory by then, so "
+            "it must not ask whether they are on the meta device."
         )
 
 

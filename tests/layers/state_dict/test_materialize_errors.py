@@ -60,6 +60,13 @@ def reshaped(module: Any) -> None:
     nn.init.zeros_(module.bias)
 
 
+def if_on_meta(module: Any) -> None:
+    """As functions for torch's FSDP1 often begin."""
+    if any(tensor.is_meta for tensor in module.parameters(recurse=False)):
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()
+
+
 def removed(module: Any) -> None:
     nn.init.zeros_(module.bias)
     module.weight = None
@@ -70,6 +77,7 @@ def removed(module: Any) -> None:
     [
         (nothing, r"0 \(Linear\): its initialisation left weight without values"),
         (half, r"0 \(Linear\): its initialisation left weight without values"),
+        (if_on_meta, r"left weight without values\. .* must not ask whether they are on the meta device"),
         (to_meta, r"0 \(Linear\): its initialisation left weight on the meta device"),
         (emptied_on_meta, r"0 \(Linear\): its initialisation left weight on the meta device"),
         (reshaped, r"0 \(Linear\): its initialisation gave weight the shape \(3, 2\); it is \(2, 3\)"),
