@@ -17,7 +17,7 @@ ARGS ?=
 py := $(VENV)/bin/python
 install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Extras that tests use if they are available.
-clients := transformers accelerate lightning peft docs optimizers checksums
+clients := transformers accelerate lightning peft docs optimizers checksums quantised
 comma := ,
 
 # Ranks share the cores: more threads per rank would compete for them.

@@ -68,6 +68,7 @@ setup(
         ],
         "checksums": ["isal>=1.7"],  # faster ones for checkpoints
         "optimizers": ["pytorch-optimizer>=4", "torchao>=0.15"],  # that tests step by owners
+        "quantised": ["bitsandbytes>=0.50"],  # that tests shard
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

@@ -691,9 +691,9 @@ class FSDPModule(_Base):
 
     @torch.inference_mode(False)  # in which no `DTensor` can be detached
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict as the module does by itself, with values that were written to unsharded parameters."""
-        if (unit := _of(self)).state is TrainingState.IDLE:
-            _take_in(unit)
+        """Reshard, and return the state dict as the module does by itself."""
+        if _of(self).state is TrainingState.IDLE:
+            self.reshard()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

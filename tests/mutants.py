@@ -49,6 +49,7 @@ CONCERNS = {
         "engine/orig_params* engine/changed_shards training/orig_params fully_sharded_data_parallel/copies"
     ),
     "layers/annotated_params": "fully_shard/annotated_params",
+    "layers/tensor_protocol": "training/bitsandbytes layers/packing",
     "layers/dtensor_params": "fully_shard/local_tensors fully_shard/tensor_parallel fully_shard/state fully_shard/uses",
     "engine/unsharded_params engine/presentation engine/originals engine/assigned_attributes": (
         "engine/flat_param engine/changed_parameters engine/changed_whole training/functional_call engine/units "

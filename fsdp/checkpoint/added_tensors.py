@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.engine.originals import is_ours
+from fsdp.layers.managed_params import is_packed
 
 _REMEDY = "get_extra_state() and set_extra_state() of a module save such state."
 
@@ -52,13 +53,21 @@ def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
 
 
 def _without_shards(module: nn.Module) -> nn.Module:
-    """Return the module, or one with the same state except its sharded parameters, of which this rank has a part."""
-    sharded = [name for name, one in module._parameters.items() if name in module.__dict__ or is_ours(one)]  # type: ignore[arg-type]
+    """Return the module, or one with the same state except parameters whose entries a checkpoint has already.
+
+    These are sharded parameters, of which this rank has a part, and those that are saved as bytes with all that their
+    class keeps of them.
+    """
+    sharded = [
+        name
+        for name, one in module._parameters.items()
+        if name in module.__dict__ or (one is not None and (is_ours(one) or is_packed(one, in_rows=True)))
+    ]
     if not sharded:
         return module
     found: nn.Module = object.__new__(type(module))
     found.__dict__.update(module.__dict__)
-    found.__dict__["_parameters"] = {name: one for name, one in module._parameters.items() if name not in sharded}
+    found.__dict__["_parameters"] = {**module._parameters, **dict.fromkeys(sharded)}
     for name in sharded:
         found.__dict__.pop(name, None)
     return found

@@ -111,7 +111,9 @@ def is_packed(param: Tensor, in_rows: bool = False) -> bool:
         return False
     if type(param) is nn.Parameter:
         return not (param.is_complex() or (param.is_floating_point() and param.dtype.itemsize > 1))
-    return hasattr(type(param), "__tensor_flatten__") and hasattr(type(param), "__tensor_unflatten__")
+    from fsdp.layers.tensor_protocol import protocol_of  # for subclasses of tensors
+
+    return protocol_of(type(param)) is not None
 
 
 def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
@@ -185,8 +187,9 @@ def _check(fqn: str, param: nn.Parameter, for_unit: bool, takes_all: bool) -> No
     ):
         raise TypeError(
             f"{fqn} is a frozen {type(param).__name__}, a class without __tensor_flatten__, which may keep data beside "
-            "the tensor, as bitsandbytes' classes do: quantise it in a class that names its inner tensors, such as "
-            "torchao's, or pass it in ignored_parameters (ignored_params of fully_shard), so that every rank keeps it"
+            "the tensor, as bitsandbytes' Int8Params does: quantise it in a class that names its inner tensors (of "
+            "torchao, or Params4bit), or pass it in ignored_parameters (ignored_params of fully_shard), so that every "
+            "rank keeps it"
         )
     if param.is_quantized or not (takes_all or param.is_floating_point() or param.is_complex()):
         raise TypeError(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit
 from fsdp.engine.unsharded_params import UnshardedParameters
 from fsdp.engine.user_attributes import attributes_of, give_attributes
-from fsdp.layers.managed_params import Found, MakeFlatParam, Sharder
+from fsdp.layers.managed_params import Found, MakeFlatParam, Sharder, is_packed
 from fsdp.layers.packing import ALIGNED, Packing
 
 
@@ -44,7 +44,8 @@ class PackedParameters(UnshardedParameters):
         packing = self._packings[number]
         if packing is None:
             return super()._new_leaf(number, tensor, requires_grad)
-        leaf = counted(packing.unpack(tensor), False)
+        made = packing.unpack(tensor)
+        leaf = made if isinstance(made, nn.Parameter) else counted(made, False)
         self._inside[id(leaf)] = [tensor, *packing.inner_of(leaf)]
         give_attributes(leaf, self._attributes[number])
         copy_as(leaf, self._placeholders.setdefault(packing.name, sharded_weight(packing.name, leaf)))
@@ -60,12 +61,30 @@ class PackedParameters(UnshardedParameters):
 
 def pack_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook: replace values for parameters that are sharded as bytes by their bytes."""
+    for name, packing in _join_loaded(unit, module, state_dict, prefix):
+        if not is_dtensor(state_dict[name]):
+            state_dict[name] = packing.pack(state_dict[name])
+
+
+def join_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Complete values for parameters that are sharded as bytes, if their class saves a part of them beside them.
+
+    While parameters are summoned, they take values as those of the unsharded model do.
+    """
+    if not any(is_packed(param, in_rows=True) for param in module._parameters.values() if param is not None):
+        for _joined in _join_loaded(unit, module, state_dict, prefix):
+            pass
+
+
+def _join_loaded(
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str
+) -> Iterator[tuple[str, Packing]]:
     for handle in unit.visible_handles:
         for places, packing in zip(handle.places, handle.flat_param.packings, strict=True):
             for name in [prefix + place.name for place in places if place.module is module] if packing else ():
-                value = state_dict.get(name)
-                if isinstance(value, Tensor) and not is_dtensor(value):
-                    state_dict[name] = packing.pack(value)
+                if isinstance(value := state_dict.get(name), Tensor):
+                    state_dict[name] = packing.joined(value, state_dict, name)
+                    yield name, packing
 
 
 class PackedForm:
@@ -111,6 +130,9 @@ class PackedForm:
         for param, stand_in in self._originals:
             if (taken := taken_over(stand_in)) is not None:
                 note_stale(param, *taken[1:])
+        for stand_in, packing in self._packings.items():
+            for place in found[stand_in]:
+                packing.detach_from(place.module)
         return [
             replace(shard, new_unsharded=PackedParameters) if any(shard.flat_param.packings) else shard
             for shard in shards

@@ -1,9 +1,8 @@
 """A `Packing` turns a frozen parameter of any class and dtype into bytes, and bytes into such a parameter.
 
-Integers, bool, float8, and tensor subclasses with ``__tensor_flatten__`` and ``__tensor_unflatten__`` (torch's protocol
-for subclasses of several tensors, as quantised weights are) are sharded as vectors of bytes. A flat parameter of bytes
-holds all such parameters of a unit, so one all-gather serves them, and nothing but the unsharded parameters is in
-their own form.
+Integers, bool, float8, and tensor subclasses that have a `TensorProtocol`, as quantised weights are, are sharded as
+vectors of bytes. A flat parameter of bytes holds all such parameters of a unit, so one all-gather serves them, and
+nothing but the unsharded parameters is in their own form.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp.layers.tensor_protocol import TensorProtocol, protocol_of
+
 ALIGNED = 16  # bytes; each inner tensor begins at such a multiple, and each parameter has one
 _PLAIN = Tensor, nn.Parameter
-_FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class _Outer:
     """A tensor subclass: its inner tensors by the names of its attributes, and its own metadata."""
 
     kind: Any
+    protocol: TensorProtocol
     inner: dict[str, _Outer | _Inner]
     metadata: Any = field(compare=False)
     shown_metadata: str  # without what differs between ranks: devices, and addresses in memory
@@ -64,7 +65,7 @@ class _Outer:
     def of(self, packed: Tensor) -> Tensor:
         inner = {name: each.of(packed) for name, each in self.inner.items()}
         metadata = tree_map_only(torch.device, lambda _: packed.device, self.metadata)
-        made: Tensor = self.kind.__tensor_unflatten__(inner, metadata, self.shape, self.stride)
+        made: Tensor = self.protocol.unflatten(self.kind, inner, metadata, self.shape, self.stride)
         return made
 
 
@@ -87,7 +88,7 @@ class Packing:
     def __init__(self, name: str, param: Tensor) -> None:
         self.name, self.shape, self.dtype = name, param.shape, param.dtype
         self._stop = 0
-        self._form = self._form_of(param.detach())
+        self._form = self._form_of(param)
         self.nbytes = self._stop
 
     def _form_of(self, tensor: Tensor) -> _Outer | _Inner:
@@ -99,17 +100,19 @@ class Packing:
             self._stop += -(-(found.stop - found.start) // ALIGNED) * ALIGNED
             return found
         kind: Any = type(tensor)
-        if not (hasattr(kind, _FLATTEN) and hasattr(kind, _UNFLATTEN)):
-            raise TypeError(f"{self.name} has an inner tensor of class {kind.__name__}, without {_FLATTEN}: {_REMEDY}")
+        protocol = protocol_of(kind)
+        if protocol is None:
+            raise TypeError(
+                f"{self.name} has an inner tensor of class {kind.__name__}, without __tensor_flatten__: {_REMEDY}"
+            )
         try:
-            names, metadata = kind.__tensor_flatten__(tensor)
-            tensors = {each: getattr(tensor, each) for each in names}
+            tensors, metadata = protocol.flatten(tensor)
         except Exception as error:
-            raise TypeError(f"{self.name}: {kind.__name__}.{_FLATTEN} failed ({error!r}): {_REMEDY}") from error
+            raise TypeError(f"{self.name}: a {kind.__name__} cannot be taken apart ({error!r}): {_REMEDY}") from error
         inner = {name: self._form_of(each) for name, each in tensors.items()}
         shown = repr(tree_map_only(torch.device, lambda _: torch.device("meta"), metadata))
         shown = re.sub(r" at 0x[0-9a-f]+", "", shown)
-        return _Outer(kind, inner, metadata, shown, tensor.shape, tensor.stride())
+        return _Outer(kind, protocol, inner, metadata, shown, tensor.shape, tensor.stride())
 
     @property
     def is_tensor(self) -> bool:
@@ -145,7 +148,7 @@ class Packing:
 
     def pack_form(self, value: Tensor) -> Tensor:
         """Return the bytes of a value that has the form of the parameter for certain."""
-        inner = list(_inner_of(value.detach(), self._form))
+        inner = list(_inner_of(value, self._form))
         packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=inner[0][1].device if inner else value.device)
         for place, tensor in inner:
             place.fill(packed, tensor)
@@ -178,12 +181,22 @@ class Packing:
         try:
             return self._form.of(packed)
         except Exception as error:
-            raise TypeError(f"{self.name}: {_UNFLATTEN} of {self.description} failed ({error!r}): {_REMEDY}") from error
+            raise TypeError(f"{self.name}: {self.description} cannot be put together ({error!r}): {_REMEDY}") from error
 
     def unpack_into(self, packed: Tensor, value: Tensor) -> None:
         """Write bytes ``[nbytes]`` to the inner tensors of a value that has the form of the parameter for certain."""
         for place, tensor in _inner_of(value, self._form):
             _copy(place.of(packed), tensor)
+
+    def joined(self, value: Tensor, state_dict: dict[str, Any], name: str) -> Tensor:
+        """Return a value with what its class saves beside it in a state dict, under its name, and take that out."""
+        form = self._form
+        return form.protocol.joined(value, state_dict, name) if isinstance(form, _Outer) else value
+
+    def detach_from(self, module: nn.Module) -> None:
+        """Let a module drop what the class lets it keep of the parameter, which is sharded now."""
+        if isinstance(self._form, _Outer):
+            self._form.protocol.detach_from(module)
 
     @property
     def description(self) -> str:
@@ -201,6 +214,7 @@ _REMEDY = (
 
 
 def _copy(source: Tensor, destination: Tensor) -> None:
+    source = source.detach()
     if source.dtype.itemsize == 1:  # torch cannot copy all dtypes of less than a byte
         source, destination = source.view(torch.uint8), destination.view(torch.uint8)
     destination.copy_(source)
@@ -211,4 +225,4 @@ def _inner_of(tensor: Any, form: _Outer | _Inner) -> Iterator[tuple[_Inner, Any]
         yield form, tensor
     else:
         for name, each in form.inner.items():
-            yield from _inner_of(getattr(tensor, name, None), each)
+            yield from _inner_of(form.protocol.inner(tensor, name), each)

@@ -271,7 +271,8 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
             made = packing.unpack(torch.empty(packing.nbytes, dtype=torch.uint8, device=META))
         else:
             made = torch.empty_like(param, device=META)
-        memo[id(param)] = new = nn.Parameter(made, requires_grad=param.requires_grad)
+        is_param = isinstance(made, nn.Parameter)
+        memo[id(param)] = new = made if is_param else nn.Parameter(made, requires_grad=param.requires_grad)
         new.grad_dtype = param.grad_dtype
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)

@@ -88,6 +88,10 @@ class Loading:
         # Otherwise the shards are loaded already, or what is to be written is listed.
         if not self._unit.request(LocalState) and self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
             self._expose(module)
+        if any(any(handle.flat_param.packings) for handle in self._unit.visible_handles):
+            from fsdp.layers.packed_params import join_loaded  # for quantised and integer parameters
+
+            join_loaded(self._unit, module, *rest)
         spread_loaded(module, *rest)
 
     def _expose(self, module: nn.Module) -> None:

@@ -278,7 +278,7 @@ class LoadTarget(nn.Parameter):
         # Batch norms load their count of batches from itself where a state dict has none.
         if not isinstance(value, LoadTarget):
             self._check(value)
-            self.source = value.detach()
+            self.source = value.detach() if value.requires_grad else value  # whose class may keep data beside it
         return self
 
 
