@@ -109,6 +109,39 @@ def test_the_bytes_of_a_unit_are_gathered_together(kind: str, form: str) -> None
     assert len(of_bytes) == len(handles) == 2
 
 
+class InBuffers(nn.Module):
+    """A layer with its weight in buffers, as those of GPTQ and AWQ, and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.linspace(-1, 1, 64).view(8, 8)
+        self.register_buffer("qweight", (weight * 127).to(torch.int8))
+        self.register_buffer("scales", torch.full((8, 1), 1 / 127))
+        self.adapter = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ (self.qweight * self.scales) + self.adapter(inputs)
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_weights_in_buffers_are_sharded_as_frozen_parameters_of_their_names(form: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(InBuffers(), nn.Tanh(), nn.Linear(8, 2))
+    model: Any = copy.deepcopy(plain)
+    for name in ("qweight", "scales"):
+        value = model[0]._buffers.pop(name)
+        model[0].register_parameter(name, nn.Parameter(value, requires_grad=False))
+    model = sharded(model, form)
+    inputs = torch.linspace(-2, 2, 24).view(3, 8)
+    for each in (plain, model):
+        each(inputs).square().sum().backward()
+    assert torch.equal(model(inputs), plain(inputs))
+    shards = [one.flat_param for one in fsdp.flat_param_handles(model) if not one.flat_param.is_floating_point()]
+    assert [one.nbytes for one in shards] == [32]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
 @on_ranks(3)
 def test_each_rank_holds_its_share_of_the_bytes() -> None:
     model = sharded(quantised("two tensors"), "orig")
