@@ -267,6 +267,10 @@ class Visits(Participation):
         if not call.recomputed:
             self._positions[unit] = position = self._next_position()
             self._without_graph.add(unit)
+        elif unit in self._without_graph and not (self._open and self._open[-1].is_mixed):
+            # Re-entrant checkpointing: the ranks that ran the unit recompute it, each after the same later calls.
+            mixed = self._mixed_visit(unit, is_backward=True)
+            self._wait_before(0 if mixed is None else mixed.position)
         if self._open:
             visit = self._open[-1]
             self._within[unit] = visit.region
@@ -394,8 +398,7 @@ class Visits(Participation):
                     "backward after each forward."
                 )
             place.visit.reached.add(call)
-        if any(visit.position > place.position for visit in self._owed):
-            self._wait_at(place.position)
+        self._wait_before(place.position)
 
     def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
         """Announce a gradient that is about to be reduced; False if only some ranks have a part of it, until all do."""
@@ -478,6 +481,11 @@ class Visits(Participation):
             self.perform(event, rows)
             return False
         return max(row.subject for row in rows if row.kind == Kind.WAIT) <= position
+
+    def _wait_before(self, position: int) -> None:
+        """Wait at a position if backward comes to mixed visits first."""
+        if any(visit.position > position for visit in self._owed):
+            self._wait_at(position)
 
     def _wait_at(self, position: int) -> None:
         while not self.serve_one(position):

@@ -5,7 +5,7 @@ Answers pain point 8: ranks take different paths (layer drop, no image in a batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.uneven.regions import Visits
 from tests.helpers.equality import assert_close_state
+from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.twins import assert_at_rest
@@ -80,6 +81,45 @@ def test_re_entrant_checkpoints_in_different_parts_are_recomputed_in_order(chose
             optimizer.zero_grad()
         results.append(model.state_dict())
     assert_close_state(*results, rtol=1e-5, atol=1e-6)
+
+
+class RecomputedBefore(nn.Module):
+    """Calls of a unit that backward computes again, each before a part that not every rank runs."""
+
+    def __init__(self, wrap: Wrap, num_calls: int) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.unit = wrap(nn.Linear(4, 4))
+        self.parts = nn.ModuleList(wrap(nn.Linear(4, 4)) for _ in range(num_calls))
+
+    def forward(self, x: Tensor, runs: Sequence[bool], cond: Callable[..., Any]) -> Tensor:
+        x = self.entry(x)
+        for part, run_here in zip(self.parts, runs, strict=True):
+            x = checkpoint(self.unit, x, use_reentrant=True).tanh()
+            found = cond(part, run_here, x)
+            x = x if found is None else x + found
+        return self.exit(x)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+@on_ranks(2)
+def test_a_unit_that_all_ranks_recompute_waits_for_the_backward_of_later_parts(num_calls: int) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = RecomputedBefore(keep, num_calls)
+    model = FullyShardedDataParallel(RecomputedBefore(FullyShardedDataParallel, num_calls))
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(2):
+        batches = torch.randn(2, 2, 4)
+        runs = [[(other + number + step) % 2 == 0 for number in range(num_calls)] for other in range(2)]
+        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
+        for batch, choice in zip(batches, runs, strict=True):
+            (plain(batch, choice, directly).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(3)
