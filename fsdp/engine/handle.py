@@ -450,8 +450,9 @@ class FlatParamHandle:
 
     def begin_compute(self) -> None:
         """Wait for the all-gather, and list the unsharded parameters in modules until they are resharded, or longer."""
+        if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
+            self.unsharded.refuse_gradients()  # modules showed these parameters since the last backward
         self.wait_for_unshard()
-        self.unsharded.refuse_gradients()
         self._refuse_replaced(self.presentation.list_unsharded())
 
     def _refuse_replaced(self, slots: Sequence[int]) -> None:
