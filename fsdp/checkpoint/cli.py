@@ -104,8 +104,17 @@ def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], N
     except (UsageError, FileExistsError) as error:
         return _said(str(error), MISUSED)
     except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        if _is_of_interrupt(error):
+            return _said("interrupted", INTERRUPTED)
         return _said(str(error) or type(error).__name__, WRONG)
     return code
+
+
+def _is_of_interrupt(error: BaseException | None) -> bool:
+    """Return whether an interrupt led to an error: torch's archives raise their own if one ends them early."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 @contextmanager

@@ -223,7 +223,10 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # Without copying in advance, tensors are requested sequentially.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
+        failures: list[BaseException] = []
         try:
             dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
+            failures = [failure for failure, _ in error.failures.values()]
+        if failures:  # raised here, it keeps the exception during which it was raised
+            raise failures[0]

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from fsdp.checkpoint.cli import Progress
 from fsdp.checkpoint.cli import _size as size_of
@@ -153,6 +154,26 @@ def test_an_interrupt_leaves_nothing(
     assert said.err.splitlines()[-1] == "fsdp: interrupted"
     assert os.listdir(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize("word", ["torch", "dcp"])
+def test_an_interrupt_inside_of_an_archive_of_torch_is_an_interrupt(
+    tmp_path: Path, capsys: Captured, origin: Path, word: str
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    def ended(*args: Any) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")  # as where the interrupt has come in the middle of a record
+
+    with (
+        mock.patch.object(torch.serialization, "_save", interrupted),
+        mock.patch.object(torch.serialization._open_zipfile_writer_file, "__exit__", ended),
+        mock.patch.object(torch.serialization._open_zipfile_writer_buffer, "__exit__", ended),
+    ):
+        said = command(capsys, "convert", origin, tmp_path / "there", "--to", word)
+    assert (said.code, said.err.splitlines()[-1]) == (130, "fsdp: interrupted")
+    assert os.listdir(tmp_path) == []
 
 
 # Usage
