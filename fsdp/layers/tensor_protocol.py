@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
@@ -62,7 +63,10 @@ class QuantStateProtocol(TensorProtocol):
         vars(made).update(own, quant_state=state, module=None)
         for path in inner.keys() - {_DATA}:
             *owners, name = path.split(".")
-            setattr(reduce(getattr, owners, made), name, inner[path])
+            value = inner[path]
+            if value.is_meta and value.dim() == 0:  # a layer reads the number for its state dict
+                value = torch.zeros_like(value, device="cpu")
+            setattr(reduce(getattr, owners, made), name, value)
         return made
 
     def joined(self, value: Any, state_dict: dict[str, Any], name: str) -> Any:

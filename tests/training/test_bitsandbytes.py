@@ -130,6 +130,16 @@ def test_state_dicts_of_the_wrapper_are_the_plain_ones(form: str) -> None:
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.parametrize("form", ["flat", "orig"])
+@on_ranks(2)
+def test_the_first_rank_alone_may_have_the_state_dict(form: str) -> None:
+    model, expected = sharded(adapted(), form), adapted().state_dict()
+    found = model.state_dict(rank0_only=True)
+    assert list(found) == (list(expected) if dist.get_rank() == 0 else [])
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
 @on_ranks(2)
 def test_a_state_dict_of_unsharded_parameters_has_no_memory_that_is_freed() -> None:
     model = sharded(adapted(), "rows")
