@@ -338,6 +338,9 @@ class Presentation:
             return value
         entry = next(entry for _, own, known_as, _, entry in self._at if own is module and known_as == name)
         attributes = module.__dict__
+        if name not in attributes and self._is_same(slot, value):
+            note_stale(value, f"the values of {self._places[slot][0].fqn} that it had")
+            value = self._leaves[slot]
         if (value is entry or self._is_own(slot, value)) and (
             (module, name) in self.lent or (value is not None and name not in attributes)
         ):  # a lent tensor is given back; or the shown tensor is assigned again, as by a function that ties weights
@@ -368,6 +371,13 @@ class Presentation:
 
     def _is_own(self, slot: int, value: Any) -> bool:
         return any(value is form.leaves[slot] or value is form.absent[slot] for form in self._forms)
+
+    def _is_same(self, slot: int, value: Any) -> bool:
+        """Return whether a parameter is new, and its values and its memory are not."""
+        if not isinstance(value, nn.Parameter) or self._is_own(slot, value):
+            return False
+        needs_grad = self._leaves[slot].requires_grad
+        return value.requires_grad is needs_grad and any(form.is_same(slot, value) for form in self._forms)
 
     def _lendable(self, slot: int, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor that modules compute with, for a tensor that takes the place of a parameter for one call.

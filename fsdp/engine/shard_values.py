@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.distributed.gather_extension import values_of
+from fsdp.distributed.gather_extension import PLAIN, values_of
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.orig_params import OrigParams
@@ -76,6 +76,12 @@ class ShardValues:
         name, listed = self._layout.slots[slot].name, self._orig_params
         if value.is_meta:
             raise ValueError(f"{name} has no values now: what was assigned is on meta")
+        packing = self._flat_param.packings[slot]
+        if any(map(_is_freed, [value] if packing is None else packing.inner_of(value))):
+            raise ValueError(
+                f"{name} has no values now: what was assigned lies in the memory of unsharded parameters, which was "
+                "freed; a copy (.clone()) would keep them"
+            )
         if value.requires_grad is not (self._flat_param if listed is None else listed.params[slot]).requires_grad:
             raise ValueError(
                 f"{name} has requires_grad={value.requires_grad} now: set that on the parameters that the sharded "
@@ -121,3 +127,10 @@ class ShardValues:
         """Take note that these parameters were given new values, on purpose."""
         if self.fingerprints is not None:
             self.fingerprints.forget(slots)
+
+
+def _is_freed(tensor: Tensor | None) -> bool:
+    """Return whether a plain tensor's memory was freed through its storage."""
+    if tensor is None or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

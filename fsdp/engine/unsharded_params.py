@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor, local_part, memory_of, set_local_part
+from fsdp.distributed.gather_extension import PLAIN
 from fsdp.engine.autograd import FreedLeaves, accumulator_of
-from fsdp.engine.counted_data import counted, version_of_dtensor
+from fsdp.engine.counted_data import CountedParameter, counted, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, copy_as, sharded_weight, valueless_weight
@@ -185,6 +186,11 @@ class UnshardedParameters:
         """Return how many tensors have the buffer's memory: its own, and those that graphs have saved."""
         return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
 
+    def is_same(self, number: int, value: Tensor) -> bool:
+        """Return whether a tensor is a leaf in all but identity: it has the same memory in the same form."""
+        leaf = self.leaves[number]
+        return type(value) in PLAIN and type(leaf) in (*PLAIN, CountedParameter) and are_same(value, leaf)
+
     def name_unit(self, unit: str) -> None:
         """Let the placeholders say which unit they belong to."""
         for name, placeholder in self._placeholders.items():
@@ -266,3 +272,9 @@ class UnshardedParameters:
 
 
 _grad_of = operator.attrgetter("grad")
+
+
+def are_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two plain tensors are the same elements in the same memory."""
+    has_memory = one.layout is other.layout is torch.strided and one.device == other.device and not one.is_meta
+    return has_memory and one.dtype == other.dtype and one.is_set_to(other)

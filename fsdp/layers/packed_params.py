@@ -20,7 +20,7 @@ from fsdp.engine.originals import note_stale, taken_over
 from fsdp.engine.placeholder import copy_as, sharded_weight
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit
-from fsdp.engine.unsharded_params import UnshardedParameters
+from fsdp.engine.unsharded_params import UnshardedParameters, are_same
 from fsdp.engine.user_attributes import attributes_of, give_attributes
 from fsdp.layers.managed_params import Found, MakeFlatParam, Sharder, is_packed
 from fsdp.layers.packing import ALIGNED, Packing
@@ -50,6 +50,13 @@ class PackedParameters(UnshardedParameters):
         give_attributes(leaf, self._attributes[number])
         copy_as(leaf, self._placeholders.setdefault(packing.name, sharded_weight(packing.name, leaf)))
         return leaf
+
+    def is_same(self, number: int, value: Tensor) -> bool:
+        packing = self._packings[number]
+        if packing is None:
+            return super().is_same(number, value)
+        _, *own = self._inside[id(self.leaves[number])]
+        return packing.takes(value) and all(map(are_same, packing.inner_of(value), own))
 
     def new_value(self, number: int) -> nn.Parameter:
         packing, leaf = self._packings[number], self.leaves[number]

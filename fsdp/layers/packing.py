@@ -146,6 +146,14 @@ class Packing:
                 "model's parameter is"
             )
 
+    def takes(self, value: Tensor) -> bool:
+        """Return whether a value has the form of the parameter."""
+        try:
+            self.check(value)
+        except ValueError:
+            return False
+        return True
+
     def pack_form(self, value: Tensor) -> Tensor:
         """Return the bytes of a value that has the form of the parameter for certain."""
         inner = list(_inner_of(value, self._form))

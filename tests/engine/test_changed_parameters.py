@@ -7,6 +7,7 @@ loading past the wrapper in `test_changed_by_loading.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.changed_params import LAYOUTS, ChangedTwins, adamw, by_data, find, in_place, momentum
-from tests.helpers.models import Wrap
+from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer
+from tests.helpers.parity import MakeOptimizer, fully_sharded
 from tests.helpers.ranks import RankPool
 
 # Of the root's own unit (one of them 0-d), of a unit of a single parameter, and of a unit inside of that.
@@ -73,6 +74,49 @@ def test_the_same_tensor_may_be_assigned_again(layout: str) -> None:
             twins.plain.get_parameter("entry.weight").copy_(value)
         twins.step()
         twins.assert_close()
+
+
+class Assigning(nn.Linear):
+    """A layer whose forward assigns a view of its weight, as layers do that move it to a device and back."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(5, 5)
+        self.view, self.frozen = view, nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs) * self.frozen
+        self.weight = nn.Parameter(self.view(self.weight.data))
+        self.frozen = nn.Parameter(self.frozen.detach(), requires_grad=False)
+        return outputs
+
+
+@parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True])
+@on_ranks("world_size")
+def test_a_forward_may_assign_the_parameter_itself(layout: str, whole: bool) -> None:
+    def make(wrap: Wrap) -> nn.Module:
+        torch.manual_seed(0)
+        assigning = Assigning(lambda data: data)
+        if wrap is keep:  # or the optimizer of the plain model would have the former parameters
+            assigning.forward = partial(nn.Linear.forward, assigning)  # type: ignore[method-assign]
+        return wrap(nn.Sequential(nn.Linear(5, 5), wrap(assigning)))
+
+    twins = twins_of(layout, whole, make=make)
+    before = dict(twins.sharded.named_parameters())
+    for _ in range(3):
+        twins.step()
+        twins.assert_close()
+    after = dict(twins.sharded.named_parameters())
+    assert all(after[name] is param for name, param in before.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_forward_that_assigns_another_view_of_a_parameter_is_an_error_by_name(layout: str) -> None:
+    wrap = fully_sharded(**LAYOUTS[layout])
+    model = wrap(nn.Sequential(nn.Linear(5, 5), wrap(Assigning(Tensor.t))))
+    model(torch.ones(2, 5))
+    with pytest.raises(RuntimeError, match=r"weight has no values now: .* memory of unsharded .* copy"):
+        model(torch.ones(2, 5))
 
 
 @on_ranks(2)

@@ -76,6 +76,15 @@ def trained(model: Any, evaluates: bool = False) -> list[float]:
     return losses
 
 
+class Moving(Adapted):
+    """Assigns its weight again in each forward, as `peft` does on CPUs for DoRA."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        self.base.weight = self.base.weight.to("cpu")
+        return outputs
+
+
 def output_of(model: Any) -> Tensor:
     with torch.no_grad():
         return model(INPUTS)
@@ -96,6 +105,20 @@ def test_adapters_train_beside_sharded_weights_as_unsharded(kind: str, form: str
     nbytes = sum(-(-one.nbytes // 16) * 16 for one in [weight.data, *scales])
     assert 0 <= handle.flat_param.numel() - nbytes / world_size < 16
     assert layer_of(model).quant_state is None  # it would keep all scales on each rank
+
+
+@parametrize_pairs(kind=list(KINDS), form=["flat", "orig", "rows"], reshard=[True, False])
+@on_ranks(2)
+def test_a_forward_may_assign_the_weight_again(kind: str, form: str, reshard: bool) -> None:
+    def made() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), Moving(kind), nn.Tanh(), nn.Linear(96, 1))
+
+    model = sharded(made(), form, reshard_after_forward=reshard)
+    (handle,) = [one for one in fsdp.flat_param_handles(model) if one.flat_param.dtype is torch.uint8]
+    before = handle.flat_param._version
+    assert trained(model) == trained(made())
+    assert handle.flat_param._version == before  # it is no new value, which would be gathered again
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])
