@@ -28,7 +28,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -444,25 +444,24 @@ class FlatParamHandle:
                     self.kept_shard.arrived(self.unsharded.full, (self.dtype, self._gathered))
                 if not self.storage.is_resident:
                     self.storage.release()
-            self._refuse_replaced(self.presentation.show())
+            if replaced := self.presentation.show():
+                self._refuse_replaced(replaced)
             self._enter(Phase.UNSHARDED)
         self.follow_frozen()
 
     def begin_compute(self) -> None:
         """Wait for the all-gather, and list the unsharded parameters in modules until they are resharded, or longer."""
-        if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
-            self.unsharded.refuse_gradients()  # modules showed these parameters since the last backward
         self.wait_for_unshard()
-        self._refuse_replaced(self.presentation.list_unsharded())
+        if replaced := self.presentation.list_unsharded():
+            self._refuse_replaced(replaced)
 
-    def _refuse_replaced(self, slots: Sequence[int]) -> None:
-        if slots:
-            self.presentation.hide()
-            raise RuntimeError(
-                f"{self.name}: {self.layout.slots[slots[0]].name} was removed, or is no parameter any more: another "
-                "tensor was put in its place without `__setattr__`, or while its unit was computing. Assign an "
-                "nn.Parameter between steps, or change values inside `with model.summon_full_params():`."
-            )
+    def _refuse_replaced(self, slots: Sequence[int]) -> NoReturn:
+        self.presentation.hide()
+        raise RuntimeError(
+            f"{self.name}: {self.layout.slots[slots[0]].name} was removed, or is no parameter any more: another tensor "
+            "was put in its place without `__setattr__`, or while its unit was computing. Assign an nn.Parameter "
+            "between steps, or change values inside `with model.summon_full_params():`."
+        )
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the shard keeps the values that users have written to them.

@@ -249,19 +249,6 @@ class UnshardedParameters:
                 leaf.requires_grad_(needs)
         self.__dict__.pop("accumulators", None)
 
-    def refuse_gradients(self) -> None:
-        """Raise RuntimeError if a leaf has a gradient, and drop it: those of a backward are taken when they arrive."""
-        if all(grad is None for grad in map(_grad_of, self.leaves)):
-            return
-        names = [slot.name for slot, leaf in zip(self._layout.slots, self.leaves, strict=True) if leaf.grad is not None]
-        for leaf in self.leaves:
-            leaf.grad = None
-        raise RuntimeError(
-            f"{', '.join(names)} has a gradient that was set in its module, where it would be added to the next one. "
-            "Set gradients of the parameters that model.parameters() lists, or inside `with model.summon_full_params("
-            "with_grads=True):`."
-        )
-
     def restore(self, numbers: Sequence[int]) -> None:
         """Make leaves that were `written` views of the buffer again, with their new values."""
         for number in set(self.moved()).intersection(numbers):
@@ -269,9 +256,6 @@ class UnshardedParameters:
             view.copy_(local_part(self.leaves[number]).detach())
             set_local_part(self.leaves[number], view.data)
         self.rest()
-
-
-_grad_of = operator.attrgetter("grad")
 
 
 def are_same(one: Tensor, other: Tensor) -> bool:

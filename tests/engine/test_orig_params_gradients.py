@@ -19,7 +19,6 @@ from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.orig_twins import OrigTwins, one_sgd, one_toolbox, part_of, two_optimizers, use_a
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone
 from tests.helpers.twins import toolbox
 
 
@@ -219,17 +218,3 @@ def test_a_gradient_is_read_and_dropped_by_the_name_in_the_module() -> None:
     optimizer.step()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"0.weight", "0.bias", "1.bias"}
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_a_gradient_that_is_set_on_unsharded_parameters_is_an_error(use_orig_params: bool) -> None:
-    """It would be added to the next gradient."""
-    model: Any = FullyShardedDataParallel(nn.Linear(4, 4), Alone(), use_orig_params=use_orig_params)
-    model(torch.ones(2, 4)).sum().backward()
-    expected = [param.grad.clone() for param in model.parameters()]
-    model.zero_grad()
-    model.module.module.weight.grad = torch.ones(4, 4)
-    with pytest.raises(RuntimeError, match=r"weight has a gradient that was set in its module.*model\.parameters\(\)"):
-        model(torch.ones(2, 4))
-    model(torch.ones(2, 4)).sum().backward()
-    torch.testing.assert_close([param.grad for param in model.parameters()], expected)
