@@ -114,7 +114,7 @@ class Placeholder(Tensor):
 class AbsentParameter(Placeholder):
     """A placeholder for a parameter. Code that looks it up, as `nn.Module.get_parameter`, finds a parameter.
 
-    Its gradient is that of the parameter that is listed in its place, if that is listed by itself.
+    A placeholder has the gradient of the parameter that modules list in its place, if there is one.
     """
 
     _is_param = True

@@ -76,7 +76,7 @@ def pack_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefi
 def join_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Complete values for parameters that are sharded as bytes, if their class saves a part of them beside them.
 
-    While parameters are summoned, they take values as those of the unsharded model do.
+    Summoned parameters take values as in the unsharded model.
     """
     if not any(is_packed(param, in_rows=True) for param in module._parameters.values() if param is not None):
         for _joined in _join_loaded(unit, module, state_dict, prefix):
