@@ -172,8 +172,9 @@ class Packing:
 
     def check_compute_dtype(self, dtype: torch.dtype | None) -> None:
         """Raise ValueError if a unit computes in another dtype than a class whose values are not cast with it."""
-        is_class = isinstance(self._form, _Outer) and self.dtype.is_floating_point and self.dtype.itemsize > 1
-        if dtype is not None and is_class and self.dtype != dtype:
+        is_of_values = isinstance(self._form, _Outer) and self._form.protocol.is_of_values
+        is_cast = self.dtype.is_floating_point and self.dtype.itemsize > 1
+        if dtype is not None and is_of_values and is_cast and self.dtype != dtype:
             raise ValueError(
                 f"{self.name} is {self.description} of {self.dtype}, which mixed_precision does not cast to {dtype}: "
                 f"cast the module before it is quantised (module.to({dtype})), compute in {self.dtype}, or pass the "
@@ -197,9 +198,20 @@ class Packing:
             _copy(place.of(packed), tensor)
 
     def joined(self, value: Tensor, state_dict: dict[str, Any], name: str) -> Tensor:
-        """Return a value with what its class saves beside it in a state dict, under its name, and take that out."""
-        form = self._form
-        return form.protocol.joined(value, state_dict, name) if isinstance(form, _Outer) else value
+        """Return a value with what its class saves beside it in a state dict, under its name, and take that out.
+
+        Raises:
+            ValueError: if the class makes nothing of these entries.
+        """
+        if not isinstance(self._form, _Outer):
+            return value
+        try:
+            return self._form.protocol.joined(value, state_dict, name)
+        except Exception as error:
+            raise ValueError(
+                f"{self.name} is {self.description}, and cannot take a value with the entries beside it ({error!r}): "
+                "load all entries that the layer's state_dict() has, or none beside a value of the parameter's class"
+            ) from error
 
     def detach_from(self, module: nn.Module) -> None:
         """Let a module drop what the class lets it keep of the parameter, which is sharded now."""

@@ -18,6 +18,8 @@ _FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
 class TensorProtocol:
     """Torch's protocol, for classes that have its two methods."""
 
+    is_of_values = True  # the dtype that a tensor shows is that of its values, and not of what stores them
+
     def flatten(self, tensor: Any) -> tuple[dict[str, Any], Any]:
         """Return the inner tensors by their names, and everything else that the tensor consists of."""
         names, metadata = tensor.__tensor_flatten__()
@@ -44,6 +46,8 @@ class QuantStateProtocol(TensorProtocol):
 
     Inner tensors have paths for names, such as ``quant_state.absmax``.
     """
+
+    is_of_values = False
 
     def flatten(self, tensor: Any) -> tuple[dict[str, Any], Any]:
         if tensor.quant_state is None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -22,7 +22,12 @@ pytestmark = needs("bitsandbytes")
 
 INPUTS = torch.linspace(-1, 1, 256).view(4, 64)
 # With and without scales that are quantised themselves, and the dtypes that hold two or more weights.
-KINDS = {"scales": {}, "nested": {"compress_statistics": True}, "bfloat16": {"quant_storage": torch.bfloat16}}
+KINDS: dict[str, dict[str, Any]] = {
+    "scales": {},
+    "nested": {"compress_statistics": True},
+    "bfloat16": {"quant_storage": torch.bfloat16},
+    "float32": {"compress_statistics": True, "quant_storage": torch.float32},
+}
 
 
 class Adapted(nn.Module):
@@ -212,6 +217,31 @@ def test_another_form_is_an_error_by_name_and_changes_nothing(form: str, tmp_pat
     with pytest.raises((RuntimeError, ValueError), match=r"base\.weight is Params4bit.*quantise the value as"):
         other.load_state_dict(adapted("scales").state_dict())
     assert torch.equal(output_of(other), before)
+
+
+@parametrize_pairs(
+    lacks=["absmax", "quant_state.bitsandbytes__nf4"], form=["flat", "orig", "rows"], strict=[True, False]
+)
+@on_ranks(2)
+def test_a_state_without_some_scales_is_an_error_by_name(lacks: str, form: str, strict: bool) -> None:
+    model = sharded(adapted(), form)
+    before = output_of(model)
+    state = {name: value for name, value in adapted(seed=1).state_dict().items() if not name.endswith(f".{lacks}")}
+    with pytest.raises((RuntimeError, ValueError), match=r"base\.weight is Params4bit.*entries beside it.*load all"):
+        model.load_state_dict(state, strict=strict)
+    # torch loads a module after the other, and under `fully_shard` those before have their values.
+    assert form == "rows" or torch.equal(output_of(model), before)
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_the_dtype_of_their_storage_is_not_that_of_the_computation(form: str) -> None:
+    def made(kind: str) -> Any:
+        if form == "rows":
+            return sharded(adapted(kind), form, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        return sharded(adapted(kind), form, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+    assert trained(made("float32")) == trained(made("nested"))
 
 
 @on_ranks(2)
