@@ -119,6 +119,10 @@ class AbsentParameter(Placeholder):
 
     _is_param = True
 
+    def __getattr__(self, name: str) -> Any:
+        why = "" if name.startswith("_") else f" {self.message}"  # private ones are asked for before there is a message
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'.{why}")
+
     @property
     def grad(self) -> Tensor | None:
         return None if self.listed is None else self.listed.grad
