@@ -38,8 +38,9 @@ class _Inner:
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
-    def of(self, packed: Tensor) -> Tensor:
-        flat = packed[self.start : self.stop].view(self.dtype)
+    def of(self, packed: Tensor, *, is_view: bool = True) -> Tensor:
+        own = packed[self.start : self.stop]
+        flat = (own if is_view else own.clone()).view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def fill(self, packed: Tensor, tensor: Tensor) -> None:
@@ -62,8 +63,8 @@ class _Outer:
         inner = ", ".join(f"{name} {each}" for name, each in self.inner.items())
         return f"{self.kind.__name__} {list(self.shape)} of ({inner}), {self.shown_metadata}"
 
-    def of(self, packed: Tensor) -> Tensor:
-        inner = {name: each.of(packed) for name, each in self.inner.items()}
+    def of(self, packed: Tensor, *, is_view: bool = True) -> Tensor:
+        inner = {name: each.of(packed, is_view=is_view) for name, each in self.inner.items()}
         metadata = tree_map_only(torch.device, lambda _: packed.device, self.metadata)
         made: Tensor = self.protocol.unflatten(self.kind, inner, metadata, self.shape, self.stride)
         return made
@@ -181,14 +182,19 @@ class Packing:
                 "class of the module in full_precision_modules"
             )
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Return the parameter around its bytes ``[nbytes]``; shares their memory.
+    def unpack(self, packed: Tensor, *, is_view: bool = True) -> Tensor:
+        """Return the parameter around its bytes ``[nbytes]``.
+
+        Args:
+            packed: the bytes.
+            is_view: the parameter shares their memory; else each of its tensors has its own, since torch.save and
+                safetensors write no tensors of several dtypes in the same memory.
 
         Raises:
             TypeError: if the class raises an exception.
         """
         try:
-            return self._form.of(packed)
+            return self._form.of(packed, is_view=is_view)
         except Exception as error:
             raise TypeError(f"{self.name}: {self.description} cannot be put together ({error!r}): {_REMEDY}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from torch import Tensor, nn
 
 import fsdp
@@ -156,6 +158,11 @@ def test_state_dicts_of_the_wrapper_are_the_plain_ones(form: str) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+    files = io.BytesIO(), io.BytesIO()
+    for state, file in zip((found, expected), files, strict=True):
+        torch.save(state, file)
+    assert files[0].tell() == files[1].tell()
+    assert save({name: value.as_subclass(Tensor) for name, value in found.items()})
 
 
 @pytest.mark.parametrize("form", ["flat", "orig"])

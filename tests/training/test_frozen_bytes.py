@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,25 @@ def test_files_have_integers_as_integers(tmp_path: Path, source: str, target: st
     model = sharded(again, target)
     fsdp.load_safetensors(model, tmp_path / "saved" / "model.safetensors")
     torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+
+
+@parametrize_pairs(kind=KINDS, form=[*FORMS], at_first=[False, True])
+@on_ranks(2)
+def test_torch_saves_state_dicts_and_summoned_parameters(kind: str, form: str, at_first: bool) -> None:
+    if kind == "torchao":
+        pytest.importorskip("torchao")
+    with torch.compiler.set_stance("force_eager"):
+        plain, model = quantised(kind), sharded(quantised(kind), form)
+        state = model.state_dict(rank0_only=at_first)
+        if state:
+            file, expected = io.BytesIO(), io.BytesIO()
+            torch.save(state, file)
+            torch.save(plain.state_dict(), expected)
+            assert file.tell() == expected.tell()  # and so nothing beside the values
+            file.seek(0)
+            assert_same_state(torch.load(file, weights_only=False), plain)
+        with model.summon_full_params(rank0_only=at_first):
+            torch.save(dict(model.named_parameters()), io.BytesIO())
 
 
 @parametrize_pairs(kind=KINDS, form=[*FORMS])

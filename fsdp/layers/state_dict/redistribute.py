@@ -57,10 +57,13 @@ def blanks(handle: FlatParamHandle, device: torch.device) -> list[Tensor]:
 
 
 def as_modules_see(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `DTensor`s around those that are local parts, and the parameters around those that are bytes."""
+    """Return `DTensor`s around those that are local parts, and parameters with the values of those that are bytes."""
     flat = handle.flat_param
     seen = [part.dtensor(tensor) if part else tensor for tensor, part in zip(tensors, flat.parts, strict=True)]
-    return [packing.unpack(tensor) if packing else tensor for tensor, packing in zip(seen, flat.packings, strict=True)]
+    return [
+        packing.unpack(tensor, is_view=False) if packing else tensor
+        for tensor, packing in zip(seen, flat.packings, strict=True)
+    ]
 
 
 def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: Sequence[int]) -> None:
