@@ -173,9 +173,9 @@ class Packing:
 
     def check_compute_dtype(self, dtype: torch.dtype | None) -> None:
         """Raise ValueError if a unit computes in another dtype than a class whose values are not cast with it."""
-        is_of_values = isinstance(self._form, _Outer) and self._form.protocol.is_of_values
+        has_value_dtype = isinstance(self._form, _Outer) and self._form.protocol.has_value_dtype
         is_cast = self.dtype.is_floating_point and self.dtype.itemsize > 1
-        if dtype is not None and is_of_values and is_cast and self.dtype != dtype:
+        if dtype is not None and has_value_dtype and is_cast and self.dtype != dtype:
             raise ValueError(
                 f"{self.name} is {self.description} of {self.dtype}, which mixed_precision does not cast to {dtype}: "
                 f"cast the module before it is quantised (module.to({dtype})), compute in {self.dtype}, or pass the "
@@ -204,7 +204,7 @@ class Packing:
             _copy(place.of(packed), tensor)
 
     def joined(self, value: Tensor, state_dict: dict[str, Any], name: str) -> Tensor:
-        """Return a value with what its class saves beside it in a state dict, under its name, and take that out.
+        """Return a value joined with the entries that its class saves under its name; they are removed there.
 
         Raises:
             ValueError: if the class makes nothing of these entries.

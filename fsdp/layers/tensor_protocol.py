@@ -18,7 +18,7 @@ _FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
 class TensorProtocol:
     """Torch's protocol, for classes that have its two methods."""
 
-    is_of_values = True  # the dtype that a tensor shows is that of its values, and not of what stores them
+    has_value_dtype = True  # `dtype` is the dtype of the values, and not of their storage
 
     def flatten(self, tensor: Any) -> tuple[dict[str, Any], Any]:
         """Return the inner tensors by their names, and everything else that the tensor consists of."""
@@ -34,7 +34,7 @@ class TensorProtocol:
         return kind.__tensor_unflatten__(inner, metadata, *shape_and_stride)
 
     def joined(self, value: Any, state_dict: dict[str, Any], name: str) -> Any:
-        """Return a value with what a state dict has beside it, under its name, and take that out."""
+        """Return a value joined with the entries of a state dict under its name, which are removed there."""
         return value
 
     def detach_from(self, module: nn.Module) -> None:
@@ -47,7 +47,7 @@ class QuantStateProtocol(TensorProtocol):
     Inner tensors have paths for names, such as ``quant_state.absmax``.
     """
 
-    is_of_values = False
+    has_value_dtype = False
 
     def flatten(self, tensor: Any) -> tuple[dict[str, Any], Any]:
         if tensor.quant_state is None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -104,12 +105,9 @@ def test_adapters_train_beside_sharded_weights_as_unsharded(kind: str, form: str
     # On a CPU with bfloat16 instructions, an evaluation of the plain layer would convert its weight for good.
     assert trained(model, evaluates=True) == trained(plain)
     (handle,) = [one for one in fsdp.flat_param_handles(model) if one.flat_param.dtype is torch.uint8]
-    weight = layer_of(plain).weight
-    state = weight.quant_state
-    scales = [state.absmax, state.code] + (
-        [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
-    )
-    nbytes = sum(-(-one.nbytes // 16) * 16 for one in [weight.data, *scales])
+    first, second = layer_of(plain).weight.quant_state, layer_of(plain).weight.quant_state.state2
+    scales = [first.absmax, first.code, *([first.offset, second.absmax, second.code] if second else [])]
+    nbytes = sum(-(-one.nbytes // 16) * 16 for one in [layer_of(plain).weight.data, *scales])
     assert 0 <= handle.flat_param.numel() - nbytes / world_size < 16
     assert layer_of(model).quant_state is None  # it would keep all scales on each rank
 
@@ -176,12 +174,13 @@ def test_the_first_rank_alone_may_have_the_state_dict(form: str) -> None:
 
 
 @on_ranks(2)
-def test_a_state_dict_of_unsharded_parameters_has_no_memory_that_is_freed() -> None:
+def test_a_state_dict_reshards_so_that_no_entry_is_a_view_of_memory_that_is_freed() -> None:
     model = sharded(adapted(), "rows")
+    expected = list(model.state_dict())
     model[1].unshard()
-    kept = model.state_dict()
-    assert list(kept) == list(sharded(adapted(), "rows").state_dict())
-    assert all(param.device.type == "cpu" for param in kept.values())
+    assert not isinstance(layer_of(model).weight, DTensor)
+    assert list(model.state_dict()) == expected
+    assert isinstance(layer_of(model).weight, DTensor)
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])

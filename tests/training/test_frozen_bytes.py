@@ -130,8 +130,8 @@ def test_weights_in_buffers_are_sharded_as_frozen_parameters_of_their_names(form
     torch.manual_seed(0)
     plain = nn.Sequential(InBuffers(), nn.Tanh(), nn.Linear(8, 2))
     model: Any = copy.deepcopy(plain)
-    for name in ("qweight", "scales"):
-        value = model[0]._buffers.pop(name)
+    for name, value in list(model[0].named_buffers(recurse=False)):
+        delattr(model[0], name)
         model[0].register_parameter(name, nn.Parameter(value, requires_grad=False))
     model = sharded(model, form)
     inputs = torch.linspace(-2, 2, 24).view(3, 8)
