@@ -306,6 +306,30 @@ def test_one_module_names_accelerators() -> None:
     assert not wrong, f"ask fsdp.distributed.devices: {wrong}"
 
 
+# What torch makes on the default device of the user (`torch.set_default_device`), unless it is told where.
+NEW_TENSORS = {
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"),
+    *("tensor", "tril_indices", "triu_indices", "zeros"),
+}
+
+
+def nowhere(tree: ast.Module) -> list[str]:
+    """Return the calls that make tensors without naming their device."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in NEW_TENSORS}]
+    return [ast.unparse(call) for call in made if not {"device", None} & {keyword.arg for keyword in call.keywords}]
+
+
+def test_tensors_on_a_default_device_are_found() -> None:
+    assert nowhere(ast.parse("torch.empty(3)\ntorch.zeros(3, device=HOST)")) == ["torch.empty(3)"]
+    assert nowhere(ast.parse("torch.zeros_like(x)\nx.new_empty(3)\ntorch.full((), 1, **options)")) == []
+
+
+def test_new_tensors_name_their_device() -> None:
+    found = {shown(path): calls for path in sources() if (calls := nowhere(parse(path)))}
+    assert not found, f"pass device=, since users set default devices: {found}"
+
+
 # Words
 
 _HALF_SENTENCE = re.compile(r"(What|Whether|How|Where|Which|Who|Whose|When|Of|As|For|The other)\b")

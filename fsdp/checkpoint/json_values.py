@@ -109,7 +109,9 @@ def _decoded(value: Any) -> Any:
         if kind == _TENSOR:
             name, shape, text = content
             data = bytearray(base64.b64decode(text))
-            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            flat = (
+                torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             return flat.view(DTYPES[name]).view(shape)
     except RecursionError:
         raise

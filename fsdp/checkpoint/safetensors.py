@@ -123,7 +123,7 @@ class SafetensorsFiles(TensorReader):
 
     def damaged(self, advance: Callable[[int], object]) -> Iterator[str]:
         """Yield the errors of the tensors, reading each once in blocks; `advance` receives the bytes of each block."""
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         for name, tensor in self.tensors.items():
             for begin, end in spans(0, tensor.nbytes):
                 advance(end - begin)
@@ -388,7 +388,7 @@ class CheckedFiles(SafetensorsFiles):
         except HoleError:
             found = self.tensors[mine[0].name]
             size = found.dtype.itemsize
-            block = torch.empty((end - begin) // size, dtype=found.dtype)
+            block = torch.empty((end - begin) // size, dtype=found.dtype, device="cpu")
             super()._fill(found, block, begin // size)
             return fragment(found.name, begin, host_bytes(block)).checksum
 

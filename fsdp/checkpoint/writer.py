@@ -430,7 +430,7 @@ class Senders:
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
         """Write the received data, or discard it after an error, because the senders do not know of the error."""
         problem: OSError | None = None
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=HOST)
         with ExitStack() as stack:
             places = {name: (number, file.begins[name]) for number, file in enumerate(files) for name in file.begins}
             fds = [stack.enter_context(opened_to_write(folder, file)) for file in files]

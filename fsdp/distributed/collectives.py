@@ -168,7 +168,7 @@ class TorchCollectives(Communicator):
             for tensor in tensors
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(what, works, lambda: after_use_of(operations, torch.empty(0)))
+        return Pending(what, works, lambda: after_use_of(operations, torch.empty(0, device=HOST)))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
@@ -262,7 +262,7 @@ class DirectExchange(TorchCollectives):
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         asked, works = self._post(what, "exchange", tag, incoming, outgoing)
         self._sent.append(Sending(works, what))
-        return Pending(what, asked, lambda: torch.empty(0))
+        return Pending(what, asked, lambda: torch.empty(0, device=HOST))
 
     def _answer(self, sending: Sending, full: Tensor) -> Tensor:
         # A shard that was cast only to be sent should go when its messages are through. Peers ask for our shard
@@ -412,7 +412,7 @@ class StagedExchange(DirectExchange):
             for peer, tensors in incoming.items():
                 for each, host in zip(tensors, hosts[peer], strict=True):
                     each.copy_(host)
-            return torch.empty(0)
+            return torch.empty(0, device=HOST)
 
         return Pending(what, (), deliver)
 

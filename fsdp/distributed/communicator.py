@@ -278,7 +278,7 @@ class LoneRank(Communicator):
         return Pending("broadcast", (), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
-        return Pending(what, (), lambda: torch.empty(0))
+        return Pending(what, (), lambda: torch.empty(0, device=HOST))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]

@@ -156,7 +156,7 @@ class SideStream(QueuedCopies):
         return QueuedArrival(self._inward)
 
     def copied_to_host(self, source: Tensor) -> tuple[Tensor, Arrival]:
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True, device=HOST)
         with self._beside(self._outward):
             host.copy_(source, non_blocking=True)
         return host, QueuedArrival(self._outward)

@@ -139,7 +139,7 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -33,8 +33,9 @@ def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device:
     """
     own = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
     own = [each.detach().reshape(-1) for each in own if each.numel()]
-    largest = torch.stack([each.abs().max().to(device, torch.float64) for each in own]) if own else torch.zeros(1)
-    most = maximum(comms, largest.max().to(device, torch.float64), "the largest element, for a norm").item()
+    largest = [each.abs().max().to(device, torch.float64) for each in own]
+    largest.append(torch.zeros((), dtype=torch.float64, device=device))
+    most = maximum(comms, torch.stack(largest).max(), "the largest element, for a norm").item()
     numel = torch.tensor(sum(each.numel() for each in own), dtype=torch.int64, device=device)
     numel = over_all(comms, numel, "sum", "the number of elements, for a norm")
     if not 0 < most < math.inf:

@@ -152,7 +152,7 @@ class SameBits:
         total = TreeSum()
         for together in zip(*by_rank, strict=True):
             for loss in together:
-                total.add(torch.tensor(loss, dtype=torch.float64))
+                total.add(torch.tensor(loss, dtype=torch.float64, device="cpu"))
         return total.total().item() / self._micro_batches
 
     @torch.no_grad()

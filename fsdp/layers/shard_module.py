@@ -260,7 +260,7 @@ def refuse_fake_tensors(module: nn.Module) -> None:
     """Raise RuntimeError for a module of torch's fake tensors, or under the mode that makes them."""
     made = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none
     held = [param for submodule in module.modules() for param in submodule._parameters.values()]
-    if made is not None and any(isinstance(one, made.FakeTensor) for one in (torch.empty(0), *held)):
+    if made is not None and any(isinstance(one, made.FakeTensor) for one in (torch.empty(0, device="cpu"), *held)):
         raise RuntimeError(
             f"this {type(module).__name__} is to be sharded under FakeTensorMode, or was built there: ranks exchange "
             "values, which fake tensors do not have. For the memory and the traffic of sharded training, call "

@@ -207,7 +207,7 @@ class OuterOptimizer:
                 local = local_part(state)
                 local.copy_(held[id(param)].view(local.shape))
                 optimizer.state[param][key] = state
-            optimizer.state[param][_STEP] = torch.tensor(self.steps, dtype=torch.float32)
+            optimizer.state[param][_STEP] = torch.tensor(self.steps, dtype=torch.float32, device="cpu")
         try:
             yield
         finally:

@@ -436,7 +436,7 @@ class _Member:
         """Return whether the owner knows other elements, or none of this form, of shape ``[]``."""
         elements = self.elements
         if self._known is None or self._known[0] != (elements.dtype, elements.device):
-            return torch.ones((), dtype=torch.bool)
+            return torch.ones((), dtype=torch.bool, device="cpu")
         return (block_sums(elements) != self._known[1]).any()
 
 
@@ -466,7 +466,7 @@ class _Exchange:
         }
         outgoing, sizes = {}, {}
         for owner, held in self._to_owners.items():
-            told = torch.tensor([signs[one] for one in held], dtype=torch.uint8)
+            told = torch.tensor([signs[one] for one in held], dtype=torch.uint8, device="cpu")
             outgoing[owner] = [told, *(_or_zeros(one) for one in held if with_gradients)]
         for rank, own in self._from_holders.items():
             grads = [(one.held[rank], one.grad_dtype) for one in own if with_gradients]

@@ -144,7 +144,7 @@ class SteppedParam(OptimParam):
 
     def zeros(self, dtype: torch.dtype, device: torch.device | None = None, shape: torch.Size | None = None) -> Tensor:
         if not self.is_here:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         if shape is not None:
             return torch.zeros(shape, dtype=dtype, device=device or self.param.device)
         return super().zeros(dtype, device)
@@ -345,7 +345,7 @@ class Number(NamedTuple):
 
     @property
     def held(self) -> Tensor:
-        return torch.tensor(self.value, dtype=self.dtype)
+        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
     def __str__(self) -> str:
         return f"{self.value} of {self.dtype}"

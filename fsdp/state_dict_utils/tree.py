@@ -266,12 +266,14 @@ def host_twin(tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
     local = local_part(tensor)
     shape, dtype, nbytes = local.shape, local.dtype, math.prod(local.shape) * local.dtype.itemsize
     if not share_memory:  # without elements there is no memory, and nothing to pin
-        new = torch.empty(shape, dtype=dtype, pin_memory=pin_memory and nbytes > 0)
+        new = torch.empty(shape, dtype=dtype, pin_memory=pin_memory and nbytes > 0, device="cpu")
     elif nbytes == 0:
-        new = torch.empty(shape, dtype=dtype).share_memory_()
+        new = torch.empty(shape, dtype=dtype, device="cpu").share_memory_()
     else:
         strides = torch.empty(shape, device="meta").stride()
-        new = torch.empty(0, dtype=dtype).set_(allocate(nbytes, pin_memory, share=True), 0, shape, strides)
+        new = torch.empty(0, dtype=dtype, device="cpu").set_(
+            allocate(nbytes, pin_memory, share=True), 0, shape, strides
+        )
     if not is_dtensor(tensor):
         return new
     twin = torch.empty_like(tensor.detach(), device="cpu")

@@ -64,7 +64,7 @@ class SimulatedTensors:
         # torch caches its factory functions when a `torch.device` is first entered as a context. They have to be its
         # own: with ours in that cache, `with torch.device("meta")` would have no effect after the check.
         with HOST:
-            torch.empty(0)
+            torch.empty(0, device=HOST)
         yield torch, {name: self._making(getattr(torch, name)) for name in _MAKING}
         yield Tensor, {name: self._making(getattr(Tensor, name)) for name in _MAKING_NEW}
         yield (

@@ -207,7 +207,7 @@ def _taken(own: Any, given: Any) -> Any:
     """Return another rank's value of an option, in the tensors of this rank, to which schedulers may refer."""
     if isinstance(own, tuple) and isinstance(given, tuple) and len(own) == len(given):
         return tuple(map(_taken, own, given))
-    return own.copy_(torch.as_tensor(given)) if isinstance(own, torch.Tensor) else given
+    return own.copy_(torch.as_tensor(given, device=own.device)) if isinstance(own, torch.Tensor) else given
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

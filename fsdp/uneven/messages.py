@@ -80,7 +80,7 @@ class Talk:
 
     def exchange(self, mine: Message) -> list[Message]:
         """Collective. The messages of all ranks in this round, none of which may have failed."""
-        rows = torch.tensor([mine], dtype=torch.int64)
+        rows = torch.tensor([mine], dtype=torch.int64, device=HOST)
         for comm in self.comms:
             everyone = rows.new_empty(rows.numel() * comm.world_size)
             there = comm.on_host.for_device(HOST)

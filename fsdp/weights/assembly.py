@@ -151,7 +151,7 @@ class Assembly:
         """Start the exchange of a bucket, and return the memory of the packed parts of other ranks."""
         what, tag = f"the exchange of bucket {number} of a stream of weights", ("weights", number)
         if number >= len(self._plan.buckets):
-            return Pending(what, (), lambda: torch.empty(0)), {}
+            return Pending(what, (), lambda: torch.empty(0, device="cpu")), {}
         sizes, bucket = self._sizes(number), self._bucket(number)
         memory = iter(() if self._is_direct else self._staging[: sum(sizes)].split(sizes))
         sent: dict[int, list[Tensor]] = {}

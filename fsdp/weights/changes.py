@@ -83,7 +83,7 @@ def changes(before: Tensor, after: Tensor, width: int) -> Tensor:
     places = (before.view(_WORDS[width]) != words).nonzero().view(-1)
     values = words[places].view(torch.uint8)
     steps = _narrow(_distances(places))
-    is_first = torch.ones(len(places), dtype=torch.bool)
+    is_first = torch.ones(len(places), dtype=torch.bool, device="cpu")
     is_first[1:] = places[1:] != places[:-1] + 1
     starts = is_first.nonzero().view(-1)
     counts = _distances(torch.cat([starts, starts.new_tensor([len(places)])]))[1:]
@@ -113,7 +113,7 @@ def apply_changes(encoded: Tensor, part: Tensor, what: str) -> None:
             if form == _Form.RUNS:
                 lengths = distances[runs:]
                 ends = lengths.cumsum(0)
-                places = (places - ends + lengths).repeat_interleave(lengths) + torch.arange(count)
+                places = (places - ends + lengths).repeat_interleave(lengths) + torch.arange(count, device="cpu")
             part.view(_WORDS[width])[places] = body[numbers * wide :].clone().view(_WORDS[width])
     except (KeyError, IndexError, RuntimeError, struct.error) as error:
         raise ValueError(f"the changes of {what} are not valid: {error}") from None

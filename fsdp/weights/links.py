@@ -38,7 +38,7 @@ _MAGIC = b"fsdw"
 _HEAD = struct.Struct("<4sBIQ")
 _PEER = struct.Struct("3i")  # of a local socket: the process, the user and the group at its other end
 _NONCE_BYTES = 16
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _LEAD = 16  # parts that a socket may hold before the receiver has taken them
 _SHORT = 1 << 12  # bytes of a content that is sent together with its header
 _MAX_TEXT = 1 << 28  # bytes of a message that is no part of a bucket

@@ -143,7 +143,7 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
             hosts = tuple(comm.on_host for comm in ranks)
             for number, nbytes in enumerate(plan.bucket_nbytes):
                 bucket = done_by_all([ranks], f"receive bucket {number}", lambda: next(arriving, (0, None))[1])
-                bucket = torch.empty(nbytes, dtype=torch.uint8) if bucket is None else bucket
+                bucket = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if bucket is None else bucket
                 sent = sent_by_first(hosts, bucket.cpu())
                 done_by_all([ranks], f"load bucket {number}", partial(sink.bucket, number, sent))
             done_by_all([ranks], "complete the stream", lambda: next(arriving, None))

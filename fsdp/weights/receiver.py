@@ -51,7 +51,7 @@ class Update:
 
     def state(self) -> dict[str, Tensor]:
         """Receive all weights, and return them by name, in new memory on the host. Tied names share a tensor."""
-        made = [torch.empty(each.shape, dtype=each.dtype) for each in self.plan.tensors]
+        made = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self.plan.tensors]
         for number, bucket in self.buckets():
             for piece in self.plan.buckets[number]:
                 rows = made[piece.tensor].view(self.plan.tensors[piece.tensor].sizes)
@@ -93,7 +93,7 @@ class Update:
             link.send(Kind.ACCEPTED)
         kept = self._memory()
         sizes = [sum(self._sizes(number)) for number in range(len(self.plan.buckets))]
-        staging = torch.empty(0 if self._are_shared else max(sizes, default=0), dtype=torch.uint8)
+        staging = torch.empty(0 if self._are_shared else max(sizes, default=0), dtype=torch.uint8, device="cpu")
         arriving = self._start(pool, 0, staging)
         for number, nbytes in enumerate(self.plan.bucket_nbytes):
             bucket = kept[min(number, len(kept) - 1)][:nbytes]
@@ -106,10 +106,12 @@ class Update:
     def _memory(self) -> list[Tensor]:
         """Return memory for all buckets if they are kept, otherwise for the largest bucket."""
         if self._kept is None:
-            return [torch.empty(max(self.plan.bucket_nbytes, default=0), dtype=torch.uint8)]
+            return [torch.empty(max(self.plan.bucket_nbytes, default=0), dtype=torch.uint8, device="cpu")]
         self._kept.stream = ""  # until all of the new weights have arrived
         if not self.plan.base:
-            self._kept.buckets = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in self.plan.bucket_nbytes]
+            self._kept.buckets = [
+                torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in self.plan.bucket_nbytes
+            ]
         return self._kept.buckets
 
     def _sizes(self, number: int) -> list[int]:
@@ -129,7 +131,7 @@ class Update:
         runs = self.plan.runs(number, self.plan.parts[rank])
         nbytes = self.plan.packed_nbytes(runs)
         if self.plan.base:
-            packed = torch.zeros(nbytes, dtype=torch.uint8)
+            packed = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             self.plan.pack(runs, bucket, packed)
             apply_changes(received, packed, f"bucket {number} of rank {rank}")
             received = packed

@@ -340,7 +340,7 @@ class WeightRequest:
         self._boxes = []
         for name, (number, box) in boxes.items():
             tensor = reader.plan.tensors[number]
-            made = torch.empty(box.sizes, dtype=tensor.dtype)
+            made = torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
             self.tensors[name] = made.view(()) if not tensor.shape else made
             self._boxes.append((number, box, made))
 

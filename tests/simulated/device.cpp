@@ -705,7 +705,8 @@ void queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 at::Tensor empty(
     c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device>,
-    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    std::optional<bool> pinned_memory, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pinned_memory.value_or(false), "Only dense CPU tensors can be pinned");  // as CUDA says
   return at::detail::empty_generic(
       C10_AS_INTARRAYREF_SLOW(sizes), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       dtype.value_or(at::get_default_dtype_as_scalartype()), format);
@@ -713,7 +714,8 @@ at::Tensor empty(
 
 at::Tensor empty_strided(
     c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<at::ScalarType> dtype,
-    std::optional<at::Layout>, std::optional<Device>, std::optional<bool>) {
+    std::optional<at::Layout>, std::optional<Device>, std::optional<bool> pinned_memory) {
+  TORCH_CHECK(!pinned_memory.value_or(false), "Only dense CPU tensors can be pinned");
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), &allocator,
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::get_default_dtype_as_scalartype()));

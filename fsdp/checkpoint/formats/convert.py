@@ -201,7 +201,7 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
 
     def make(entry: Entry) -> Tensor:
         if entry.values not in rooms:
-            rooms[entry.values] = torch.empty(entry.shape, dtype=entry.dtype)  # which is never touched
+            rooms[entry.values] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # which is never touched
             entries[id(rooms[entry.values])] = entry
         return rooms[entry.values]
 

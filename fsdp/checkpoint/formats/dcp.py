@@ -211,7 +211,7 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
                 self.last.madvise(mmap.MADV_DONTNEED)
                 self.last = None
             if not entry.nbytes:
-                return torch.empty(entry.shape, dtype=entry.dtype)
+                return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             self.last = mmap.mmap(-1, entry.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             for begin, memory in entry.chunks():
                 self.last[begin : begin + len(memory)] = memory

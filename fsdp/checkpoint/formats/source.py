@@ -243,7 +243,7 @@ class StridedTensor:
 
     def span(self, files: OpenFiles, first: int, count: int) -> Tensor:
         """Return elements as they lie in the file."""
-        flat = torch.empty(count, dtype=self.dtype)
+        flat = torch.empty(count, dtype=self.dtype, device="cpu")
         files.read(self.file, host_bytes(flat), self.begin + first * self.dtype.itemsize)
         return flat
 
