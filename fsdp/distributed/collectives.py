@@ -100,9 +100,14 @@ def use_torch_collectives(enabled: bool = True) -> None:
 
 
 class TorchCollectives(Communicator):
-    """`torch.distributed`'s own collectives on any backend."""
+    """`torch.distributed`'s own collectives on any backend.
 
-    def __init__(self, group: Any) -> None:
+    Args:
+        group: the process group.
+        device: the device of the tensors, or one of its type.
+    """
+
+    def __init__(self, group: Any, device: torch.device = HOST) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group  # what is gathered and reduced goes through it, also where it is a user's object
         self._apart: Communicator | None = None
@@ -110,6 +115,8 @@ class TorchCollectives(Communicator):
         self.peers_answer = "fake" not in names.values()
         self._serves_host = "cpu" in names or not names
         self._on_host: Communicator | None = None
+        self._device = device
+        self._is_connected = is_host(device)
 
     @property
     def _known(self) -> Any:
@@ -143,24 +150,31 @@ class TorchCollectives(Communicator):
         # Bytes are the same in every dtype. Backends know the dtypes of gradients, but not all of frozen parameters.
         is_known = shard.is_floating_point() and shard.itemsize > 1
         sent = (full, shard) if is_known else (full.view(torch.uint8), shard.view(torch.uint8))
+        self._is_connected = True
         work = getattr(dist, _ALL_GATHER)(*sent, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         out, kind = full.new_empty(full.numel() // self.world_size), dtype or full.dtype
+        self._is_connected = True
         work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(full, out).to(kind))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
+        self._is_connected = True
         work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
         return Pending(what, (work,), lambda: tensor)
 
     def broadcast(self, tensor: Tensor) -> Pending:
+        self._is_connected = True
         first = dist.get_global_rank(self._known, 0)
         work = dist.broadcast(tensor, src=first, group=self._known, async_op=True)
         return Pending("broadcast", (work,), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
+        if not self._is_connected:
+            # NCCL connects all ranks of a group at their first operation, and waits for ranks that exchange nothing.
+            self.all_reduce(torch.zeros(1, device=self._device), what=what).wait()
         operations = [
             dist.P2POp(way, tensor, group=self._known, group_peer=peer)
             for way, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
@@ -438,8 +452,11 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     key = (group, device.type, type(known), is_ours)
     found: Communicator | None = communicators.get(key) or of_destroyed.get(key)
     if found is None:
-        way = (DirectExchange if is_host(device) else StagedExchange) if is_ours else TorchCollectives
-        found = communicators[key] = way(known)
+        if is_ours:
+            found = DirectExchange(known) if is_host(device) else StagedExchange(known)
+        else:
+            found = TorchCollectives(known, device)
+        communicators[key] = found
         _watch()
         forget_destroyed_groups()
     return found

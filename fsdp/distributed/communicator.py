@@ -208,9 +208,9 @@ class Communicator(ABC):
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         """Send tensors to some ranks and receive tensors from some ranks, independently of all other ranks.
 
-        This method is not collective: each message has two ranks that name each other, with tensors of equal sizes in
-        the same order. All tensors are contiguous. The result of `wait` has no meaning; sent tensors must not change
-        until `settle`.
+        Each message has two ranks that name each other, with tensors of equal sizes in the same order. On accelerators
+        the first call is collective, if the ranks have communicated nothing before: ranks without messages make it too.
+        All tensors are contiguous. The result of `wait` has no meaning; sent tensors must not change until `settle`.
         """
 
     def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:

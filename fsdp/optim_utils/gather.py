@@ -165,7 +165,7 @@ class OptimStream:
             part = value[mine.offset : mine.offset + mine.numel].to(one.device).contiguous()
             outgoing = {rank: [part] for rank in self._receivers[comm] if rank != comm.rank}
         pending = None
-        if one.handle is not None and (incoming or outgoing):
+        if one.handle is not None:
             what = f"gather of the optimizer state of {one.name}"
             pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.handle.tags.gather))
         if self.is_wanted and mine is not None:  # while the others are on their way

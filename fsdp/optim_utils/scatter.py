@@ -353,7 +353,7 @@ def _deal(
         elif one.replicas.rank == 0 and (mine := one.interval(original, comm.rank, shape)) is not None:
             incoming.setdefault(0, []).append(flat[mine.offset : mine.offset + mine.numel])
     pending = None
-    if (incoming or outgoing) and one.handle is not None:
+    if one.handle is not None:
         pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", ("dealt", one.handle.tags.gather))
     for original, vector in own:  # while the others are on their way
         one.shard(original, vector, arriving, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +111,19 @@ def test_ranks_in_different_numbers_of_groups_exchange_on_the_host() -> None:
     group = dist.new_group(backend=dist.get_backend_config().split(",")[1])
     dist.new_group([0])  # which rank 1 is not in
     assert torch.equal(_trained("flat", group)["weight"], expected["weight"])
+
+
+@on_accelerators(3, backend="cpu:gloo,cuda:nccl")
+def test_ranks_that_exchange_nothing_connect_with_the_others_first() -> None:
+    """NCCL connects all ranks of a group at its first operation, and would wait for a rank without messages."""
+    way = communicator(dist.new_group(backend=dist.get_backend_config().split(",")[1]), torch.device(ACCELERATOR))
+    rank, arrived = dist.get_rank(), torch.empty(3, device=ACCELERATOR)
+    outgoing, incoming = ({1: [_own()]}, {}) if rank == 0 else ({}, {0: [arrived]} if rank == 1 else {})
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as connect:
+        for _ in range(2):
+            way.exchange(incoming, outgoing, "values", 1).wait()
+    assert connect.call_count == 1
+    assert rank != 1 or arrived.tolist() == [1.0] * 3
 
 
 def _trained(form: str, group: Any) -> dict[str, Tensor]:
