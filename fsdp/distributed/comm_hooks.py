@@ -123,7 +123,7 @@ class AllReduceHook:
             self.function(gradient)
             return gradient
         device = torch.get_device_module(gradient.device)
-        present = device.current_stream()
+        present = device.current_stream(gradient.device)
         self.stream.wait_stream(present)
         with device.stream(self.stream):
             self.function(gradient)

@@ -198,7 +198,7 @@ def arrival_on(device: torch.device) -> Arrival:
 def run_after(event: Any, device: torch.device) -> None:
     """Make later work on the current stream of a device wait for a user's event; a CPU has no queue."""
     if has_streams(device.type):
-        torch.get_device_module(device).current_stream().wait_event(event)
+        torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 def finish_queued(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fsdp.distributed.devices import (
     has_streams,
     host_bytes,
     new_copy_stream,
+    run_after,
     set_generator_state,
 )
 
@@ -202,3 +204,14 @@ def test_random_numbers_are_of_the_current_accelerator(noted: Noted) -> None:
     assert not torch.rand(3, generator=noted.default_generators[1]).equal(before)
     set_generator_state(*state)
     assert torch.rand(3, generator=noted.default_generators[1]).equal(before)
+
+
+# Another device than the current one
+
+
+def test_an_event_is_awaited_on_the_device_of_the_unit() -> None:
+    device, event = torch.device("cuda", 1), object()
+    with mock.patch.object(torch, "get_device_module") as module:
+        run_after(event, device)
+    module.return_value.current_stream.assert_called_once_with(device)
+    module.return_value.current_stream.return_value.wait_event.assert_called_once_with(event)
