@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -84,7 +85,22 @@ def new_group(ranks: Ranks, members: Sequence[int], backend: str | None = None) 
     own = number_of_groups()
     for _ in range(max(from_everyone(ranks, own)) - own):
         dist.new_group([own_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+    with _without_device(dist.group.WORLD):
+        return dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+
+
+@contextmanager
+def _without_device(world: Any) -> Iterator[None]:
+    """Let new groups connect by themselves.
+
+    If the group of all ranks was made with a ``device_id``, torch (seen in 2.11 to 2.15) splits its NCCL communicator
+    for each new group. All ranks must take part in that, and members of the new group would wait for the others.
+    """
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def numbers_of(ranks: Ranks) -> list[int]:

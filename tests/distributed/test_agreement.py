@@ -13,9 +13,33 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.distributed.communicator import LONE_RANK
+from fsdp.distributed.consensus import new_group
 from tests.helpers.on_ranks import on_ranks
 
 INPUTS = torch.ones(2, 5)
+
+
+@on_ranks(3)
+def test_a_group_that_only_its_members_create_does_not_need_the_other_ranks() -> None:
+    """NCCL splits the group of all ranks for each new one if it has a device, together with ranks that are in none."""
+    rank, world, device = dist.get_rank(), dist.group.WORLD, torch.device("cuda", 0)
+    assert world is not None
+    create, seen, found = dist.new_group, [], torch.ones(1)
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(world.bound_device_id)
+        return create(*args, **options)
+
+    world.bound_device_id = device
+    try:
+        with mock.patch.object(dist, "new_group", noted):
+            if rank < 2:
+                dist.all_reduce(found, group=new_group([LONE_RANK], [0, 1]))
+        assert world.bound_device_id == device
+    finally:
+        world.bound_device_id = None
+    assert (seen, found.item()) == (([None], 2) if rank < 2 else ([], 1))
 
 
 def layers() -> nn.Module:
