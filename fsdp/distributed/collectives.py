@@ -99,6 +99,12 @@ def use_torch_collectives(enabled: bool = True) -> None:
     _only_torch = enabled
 
 
+def _as_sent(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor, or its bytes: backends know the dtypes of gradients, but not all others."""
+    is_known = tensor.is_floating_point() and tensor.itemsize > 1
+    return tensor if is_known else tensor.view(-1).view(torch.uint8)
+
+
 class TorchCollectives(Communicator):
     """`torch.distributed`'s own collectives on any backend.
 
@@ -147,17 +153,16 @@ class TorchCollectives(Communicator):
             give_up(self._known)
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
-        # Bytes are the same in every dtype. Backends know the dtypes of gradients, but not all of frozen parameters.
-        is_known = shard.is_floating_point() and shard.itemsize > 1
-        sent = (full, shard) if is_known else (full.view(torch.uint8), shard.view(torch.uint8))
         self._is_connected = True
-        work = getattr(dist, _ALL_GATHER)(*sent, group=self.group, async_op=True)
+        work = getattr(dist, _ALL_GATHER)(_as_sent(full), _as_sent(shard), group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         out, kind = full.new_empty(full.numel() // self.world_size), dtype or full.dtype
         self._is_connected = True
-        work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self.group, async_op=True)
+        # As pairs, which torch makes of complex numbers in other collectives, and not in this one: NCCL refuses them.
+        summed, added = (torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (out, full))
+        work = getattr(dist, _REDUCE_SCATTER)(summed, added, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(full, out).to(kind))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
@@ -176,7 +181,7 @@ class TorchCollectives(Communicator):
             # NCCL connects all ranks of a group at their first operation, and waits for ranks that exchange nothing.
             self.all_reduce(torch.zeros(1, device=self._device), what=what).wait()
         operations = [
-            dist.P2POp(way, tensor, group=self._known, group_peer=peer)
+            dist.P2POp(way, _as_sent(tensor), group=self._known, group_peer=peer)
             for way, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
             for peer, tensors in messages.items()
             for tensor in tensors

@@ -105,6 +105,39 @@ def test_a_reduction_gives_every_rank_its_piece_of_the_sum(way: str, dtype: torc
 
 
 @every_way
+@on_ranks(2)
+def test_complex_numbers_are_summed(way: str) -> None:
+    comm = world(way)
+    full = torch.tensor([1.0 + 2j, 3j]) * (1 + comm.rank)
+    own = getattr(dist, collectives._REDUCE_SCATTER)
+    with mock.patch.object(dist, collectives._REDUCE_SCATTER, wraps=own) as called:
+        reduced = comm.reduce_scatter(full, "a reduction", tag=0).wait()
+    assert not any(each.is_complex() for call in called.call_args_list for each in call.args)  # NCCL refuses them
+    assert reduced.tolist() == [[3 + 6j], [9j]][comm.rank]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn], ids=str)
+@every_way
+@on_ranks(2)
+def test_values_of_any_dtype_are_exchanged(way: str, dtype: torch.dtype) -> None:
+    """NCCL knows neither integers of 16 bits nor complex numbers."""
+    comm, seen = WAYS[way](dist.group.WORLD), set()
+    post = dist.batch_isend_irecv
+
+    def noted(operations: Any) -> Any:
+        seen.update(operation.tensor.dtype for operation in operations)
+        return post(operations)
+
+    peer = 1 - comm.rank
+    sent, arrived = torch.tensor([1.0 + comm.rank, 0.0]).to(dtype), torch.zeros(2).to(dtype)
+    with mock.patch.object(dist, "batch_isend_irecv", noted):
+        comm.exchange({peer: [arrived]}, {peer: [sent]}, "values", 1).wait()
+    comm.settle()
+    assert seen <= {torch.uint8}
+    assert arrived.float().tolist() == torch.tensor([1.0 + peer, 0.0]).to(dtype).float().tolist()
+
+
+@every_way
 @on_ranks(3)
 def test_the_buffer_of_a_finished_reduction_can_be_freed(way: str) -> None:
     comm = world(way)
