@@ -60,6 +60,16 @@ class ShardStorage:
         """Return the shard on the compute device in `dtype`; the shard itself if it is that already."""
         return flat_param.vector.to(self.device, non_blocking=True).to(dtype)
 
+    def brought(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
+        """Return the same as `staged`, for the current stream; `copy_stream.settle` waits for the copy."""
+        if not self.is_elsewhere:
+            return self.staged(flat_param, dtype)
+        copy_stream = self.copy_stream
+        with copy_stream.fork():
+            shard = self.staged(flat_param, dtype)
+        copy_stream.arrival().wait()
+        return shard
+
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
         """Add a reduced gradient ``[shard_numel]``, of the shard's dtype and on the compute device, to the shard's."""
         flat_param.hold_gradient(reduced)

@@ -63,7 +63,7 @@ class QuantizedParameters(UnshardedParameters):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _encoded_shard(self) -> Tensor:
-        shard = self._flat_param.shard_storage.staged(self._flat_param, torch.float32)
+        shard = self._flat_param.shard_storage.brought(self._flat_param, torch.float32)
         return self._codes.encoded(shard.detach().view(1, -1))
 
     def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:

@@ -337,6 +337,32 @@ def test_shards_may_be_written_as_soon_as_a_call_has_returned(form: str) -> None
     torch.testing.assert_close(model(batch).cpu(), expected)
 
 
+@on_accelerators(2)
+def test_shards_that_are_sent_quantised_may_be_written_when_forward_has_returned() -> None:
+    model = build(FORMS["original_on_host"])
+    fsdp.compress(model, gather=fsdp.QuantizedGather())
+    batch = torch.ones(2, 6, device=ACCELERATOR)
+    with torch.no_grad(), later_kernels():
+        expected = model(batch).cpu()
+        found = model(batch)
+        for param in model.parameters():
+            param.zero_()
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+@on_accelerators(2)
+def test_shards_that_were_sent_to_the_first_rank_may_be_written_by_the_others() -> None:
+    model = build(FORMS["original_on_host"])
+    expected = model.state_dict()
+    with torch.no_grad(), later_kernels():
+        found = model.state_dict(rank0_only=True)
+        if dist.get_rank():
+            for param in model.parameters():
+                param.zero_()
+        else:
+            torch.testing.assert_close(found, expected)
+
+
 def whole_state(model: Any) -> dict[str, Tensor]:
     return fsdp.state_dict_utils.gather_state_dict(model.state_dict())
 

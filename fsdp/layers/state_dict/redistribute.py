@@ -69,7 +69,7 @@ def as_modules_see(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[T
 def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: Sequence[int]) -> None:
     """Send this rank's shard to the receivers, and fill `copies`, if there are any, from everyone's."""
     layout, comm = handle.layout, handle.comm
-    shard = handle.storage.staged(handle.flat_param, handle.flat_param.dtype)
+    shard = handle.storage.brought(handle.flat_param, handle.flat_param.dtype)
     flat = [copy.view(-1) for copy in copies]
 
     def places_of(rank: int) -> list[Tensor]:
