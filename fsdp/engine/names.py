@@ -12,8 +12,9 @@ FLATTEN_PART = "_fpw_module"
 _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
 
 
-# Name parts added by torch's own wrappers: of a compiled module, and of activation checkpointing.
-_TORCH_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
+# Name parts added by torch's own wrappers: of activation checkpointing, and of a compiled module.
+_CHECKPOINT_PART = "_checkpoint_wrapped_module"
+_TORCH_PARTS = frozenset(("_orig_mod", _CHECKPOINT_PART))
 
 
 def clean_text(text: str) -> str:
@@ -35,6 +36,11 @@ def module_name(name: str) -> str:
     ``a._fsdp_wrapped_module.flat_param_0``.
     """
     return f"{name}.".replace(f"{FSDP_PART}.{FLATTEN_PART}.", "")[:-1]
+
+
+def state_name(name: str) -> str:
+    """Return `clean_name` without the part that torch's checkpoint wrapper omits in ``state_dict()``."""
+    return ".".join(part for part in clean_name(name).split(".") if part != _CHECKPOINT_PART)
 
 
 def plain_name(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.distributed.communicator import some_of
-from fsdp.engine.names import clean_name, plain_name
+from fsdp.engine.names import plain_name
 from fsdp.engine.unit import unit_of_wrapper
 from fsdp.layers.listed_shards import params_of
 from fsdp.layers.optimizer_states import SHARDS_OF
@@ -121,14 +121,13 @@ def given(params: Parameters, full: Any) -> Given:
             f"this optimizer state is of a model with {len(full['param_id_map'])} parameters, and this one has "
             f"{len(params.by_number)}. {_OTHER_NUMBERS}"
         )
-    known: Mapping[Any, Place] = params.by_name if by_names else params.by_number
 
     def place_of(key: Any) -> Place:
-        name = key if key in known or not by_names else plain_name(key)
-        if name not in known:
+        place = params.named(key) if by_names else params.by_number.get(key)
+        if place is None:
             what = f"a parameter {key!r}" if by_names else f"a parameter number {key}"
             raise ValueError(f"the optimizer state has {what}, and the model has none. Is it of another model?{hint}")
-        return known[name]
+        return place
 
     states = {place_of(key): state for key, state in full["state"].items()}
     states = {place: flat_state(state) if place[0].is_owned else state for place, state in states.items()}
@@ -192,7 +191,8 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     if by_names is goes_on_by_names:
         table = {key: key for key in table}
     if by_names:
-        table |= {key: table[clean_name(key)] for key in full["state"] if clean_name(key) in table}
+        others = {key: plain_name(key) for key in _keys_in(full) if key not in table}
+        table |= {key: table[name] for key, name in others.items() if name in table}
     lacking = [key for key in dict.fromkeys(_keys_in(full)) if key not in table]
     if lacking:
         raise ValueError(f"the optimizer state has parameters that the model has not: {some_of(map(repr, lacking))}")

@@ -670,12 +670,13 @@ def _chosen(params: Parameters, every: Sequence[Place], number: int, chosen: Any
     found = []
     for each in [chosen] if isinstance(chosen, (str, Tensor)) else chosen:
         if isinstance(each, str):
-            if each not in params.by_name:
+            place = params.named(each)
+            if place is None:
                 raise ValueError(
                     f"group {number} has a parameter {each!r}, and the model has no parameter of this name. Names "
                     "must be names of the unsharded module."
                 )
-            found.append(params.by_name[each])
+            found.append(place)
         else:
             one = params.of(each)
             if one is None:

@@ -1,8 +1,9 @@
 """`Parameters` contains the parameters that optimizers of a wrapped model see, and the originals' names and numbers.
 
-Names are the names in the module before wrapping. Numbers are FairScale's: they count the wrappers' own parameters,
-wrapper by wrapper in the order of ``modules()``, and within a wrapper in the order of its modules. They depend on the
-set of wrapped modules, but neither on the form of parameters (flat, separate, original) nor on the number of ranks.
+Names are the names in the module before wrapping, as in its ``state_dict()``. Numbers are FairScale's: they count the
+wrappers' own parameters, wrapper by wrapper in the order of ``modules()``, and within a wrapper in the order of its
+modules. They depend on the set of wrapped modules, but neither on the form of parameters (flat, separate, original) nor
+on the number of ranks.
 Parameters outside all wrappers are last.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import clean_name, paths_in
+from fsdp.engine.names import paths_in, plain_name, state_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_of
 from fsdp.layers.state_requests import require_shards
@@ -31,13 +32,15 @@ class Parameters:
     Attributes:
         listed: the parameters that optimizers see, in the order of ``wrapper.parameters()``.
         by_number: the originals, each with its listed parameter, in the order of their numbers.
-        by_name: the originals by name; tied parameters have all their names.
+        by_name: the originals by name; tied parameters have all their names. Names with path parts of torch's wrappers
+            are also without them.
         numbers: of the originals.
     """
 
     def __init__(self, wrapper: nn.Module, root: Unit) -> None:
         self.root = root
-        units, paths = units_of(root.module.modules()), paths_in(wrapper)
+        units = units_of(root.module.modules())
+        paths = {module: list(map(state_name, found)) for module, found in paths_in(wrapper).items()}
         self._by_param: dict[int, OptimParam] = {}
         places: dict[tuple[FlatParamHandle, int], Place] = {}
         for unit in units:
@@ -48,7 +51,7 @@ class Parameters:
         numbered = [places[place] for unit in units for place in _in_order(unit) if place in places]
         for name, param in wrapper.named_parameters():
             if not is_ours(param):
-                unsharded = Original(clean_name(name), param.shape)
+                unsharded = Original(state_name(name), param.shape)
                 numbered.append((OptimParam(param, None, (unsharded,)), unsharded))
                 self._by_param[id(param)] = numbered[-1][0]
         seen = map(self.of, wrapper.parameters())
@@ -61,6 +64,7 @@ class Parameters:
             for place in [] if one.handle is None else one.handle.places[original.slot]:
                 for path in paths.get(place.module, ()):
                     self.by_name.setdefault(path + place.name, (one, original))
+        self.by_name = {plain_name(name): found for name, found in self.by_name.items()} | self.by_name
 
     def stepped_by(self, optim: Any) -> Parameters:
         """Return these parameters with the stepped tensors if the optimizer is an `OwnedOptimizer`."""
@@ -79,6 +83,10 @@ class Parameters:
         found.listed = list(dict.fromkeys(one for one, _ in found.by_number.values()))
         found._by_param = {id(one.param): one for one in found.listed}
         return found
+
+    def named(self, name: str) -> Place | None:
+        """Return the original of a name, which may have path parts of wrappers; None if the model has none."""
+        return self.by_name.get(name, self.by_name.get(plain_name(name)))
 
     def of(self, param: Any) -> OptimParam | None:
         """Return the `OptimParam` of a parameter; None if the parameter does not belong to the model."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp import FullyShardedDataParallel, OwnedOptimizer, fully_shard, optim_utils
 from fsdp.compat import fairscale
@@ -144,6 +145,71 @@ def test_names_are_plain_whatever_the_units_are() -> None:
         full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
         assert full is not None
         assert sorted(name for group in full["param_groups"] for name in group["params"]) == names
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _checkpointed(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module)
+
+
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def _compiled_around(module: nn.Module) -> Any:
+    return _compiled(_checkpointed(module))
+
+
+AROUND: list[Callable[[nn.Module], Any]] = [_checkpointed, _compiled, _compiled_around]
+
+
+def inside(around: Callable[[nn.Module], Any], options: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
+    """A unit in the module that is put around it, and a module of the outermost unit, trained for a step."""
+    torch.manual_seed(0)
+    layers = [around(FullyShardedDataParallel(nn.Linear(4, 4), **options)), around(nn.Linear(4, 4)), nn.Linear(4, 4)]
+    model = FullyShardedDataParallel(nn.Sequential(*layers), **options)
+    optimizer = adam(model)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@parametrize_pairs(at_most=12, load=DOORS, around=AROUND, saves=[True, False], options=OPTIONS)
+@on_ranks(2)
+def test_torch_s_wrappers_may_be_around_modules_in_one_of_the_two_models(
+    load: Load, around: Callable[[nn.Module], Any], saves: bool, options: dict[str, Any]
+) -> None:
+    first, second = (inside(each, options) for each in ([around, _plain] if saves else [_plain, around]))
+    full = optim_utils.full_optim_state_dict(*first, recipient_rank=None)
+    expected = copy.deepcopy(second[1].state_dict())
+    for state in second[1].state.values():
+        state["exp_avg"].zero_()
+    load(*second, full)
+    assert_same(second[1].state_dict(), expected)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(2)
+def test_states_have_the_names_of_the_state_dict(around: Callable[[nn.Module], Any], options: dict[str, Any]) -> None:
+    model, optimizer = inside(around, options)
+    full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert full is not None
+    assert sorted(full["state"]) == sorted(model.state_dict())
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    by_number = optim_utils.rekey_optim_state_dict(full, plain, "numbers")
+    assert sorted(by_number["state"]) == list(range(6))
+
+
+@on_ranks(2)
+def test_owners_have_the_names_of_the_state_dict_and_know_all_names() -> None:
+    model, _ = inside(_checkpointed, {"use_orig_params": True})
+    names = ["1.weight", "1._checkpoint_wrapped_module.bias"]
+    groups = [{"params": names, "optimizer": torch.optim.Adam}, {"optimizer": torch.optim.SGD}]
+    assert sorted(OwnedOptimizer(model, groups).plan.owner_of) == sorted(model.state_dict())
 
 
 @on_ranks(2)
