@@ -34,6 +34,9 @@ from fsdp.layers.managed_params import ddp_message, text_of_key
 # Of each unit, by its name, what the ranks must have alike, by what messages call that.
 Plan = list[tuple[str, dict[str, Any]]]
 
+# In the place of the fingerprint of values that a rank does not write. Zeros have the fingerprint 0.
+NOT_WRITTEN = -1
+
 # The units that all ranks have compared.
 agreed: WeakSet[Unit] = WeakSet()
 

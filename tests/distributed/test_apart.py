@@ -110,6 +110,22 @@ def test_different_changes_of_summoned_parameters_are_refused_and_dropped() -> N
     assert model.state_dict()["inner.weight"].unique().tolist() == [3]
 
 
+@pytest.mark.parametrize("value", [0.0, 3.0])
+@pytest.mark.parametrize("writer", [0, 1])
+@on_ranks(2)
+def test_values_that_one_rank_loads_or_writes_alone_are_refused(value: float, writer: int) -> None:
+    model = trained_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    is_writer = dist.get_rank() == writer
+    state = {"inner.weight": torch.full_like(before["inner.weight"], value)} if is_writer else {}
+    problem = r"rank 1 has other values than rank 0 of {}\. .*nothing was changed"
+    with pytest.raises(RuntimeError, match=problem.format(r"inner\.weight") + r".*pass rank0_only=True"):
+        model.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match=problem.format("weight")), model.summon_full_params(), torch.no_grad():
+        model.module.module.inner.module.weight.fill_(value) if is_writer else None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 @on_ranks(2)
 def test_different_settings_in_states_of_optimizers_are_refused() -> None:
     model = trained_model()

@@ -65,7 +65,7 @@ from fsdp.layers.state_requests import (
     saving,
     serving,
 )
-from fsdp.layers.verify import agree, agree_on_values, agreed, difference_of_written
+from fsdp.layers.verify import NOT_WRITTEN, agree, agree_on_values, agreed, difference_of_written
 
 Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
@@ -260,20 +260,25 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
 def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
     """Collective. Return a description of the difference if samples of the ranks' state dicts differ; else "".
 
-    Ranks without a common unit may differ: experts that are units with separate groups have other values on each rank.
+    A parameter that only some ranks have, with ``strict=False``, is a difference too. Ranks without a common unit may
+    differ: experts that are units with separate groups have other values on each rank.
     """
     loaded: dict[tuple[Communicator, Communicator], dict[str, int]] = {}
     for name, each in units_in(unit):
+        found = values.get(each, {})
         for handle in each.handles:
-            loaded.setdefault((handle.comm, handle.replicas), {})
-        for (handle, slot), value in values.get(each, {}).items():
-            key = join("" if each is unit else name, handle.places[slot][0].fqn)
-            packing = handle.flat_param.packings[slot]
-            plain = local_part(value) if packing is None else packing.pack(value)
-            loaded[handle.comm, handle.replicas][key] = fingerprint(sampled(plain))
+            numbers = loaded.setdefault((handle.comm, handle.replicas), {})
+            for slot, places in enumerate(handle.places):
+                value = found.get((handle, slot))
+                key = join("" if each is unit else name, places[0].fqn)
+                numbers[key] = NOT_WRITTEN if value is None else _sample_of(value, handle.flat_param.packings[slot])
     # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
     problems = [difference_of_written(ranks, written) for ranks, written in loaded.items()]
     return next(filter(None, problems), "")
+
+
+def _sample_of(value: Tensor, packing: Any) -> int:
+    return fingerprint(sampled(local_part(value) if packing is None else packing.pack(value)))
 
 
 def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:

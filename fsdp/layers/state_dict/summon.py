@@ -37,7 +37,7 @@ from fsdp.layers.grad_clipping import require_reduced
 from fsdp.layers.shared_params import restore_order
 from fsdp.layers.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 from fsdp.layers.state_requests import Summoning, serving
-from fsdp.layers.verify import difference_of_written
+from fsdp.layers.verify import NOT_WRITTEN, difference_of_written
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
 Entry = tuple[dict[str, Any], str, Tensor]  # what a module lists: the dictionary, the name in it, and the tensor
@@ -407,7 +407,7 @@ class _Summoned:
     def _agree_on(self, changed: Collection[tuple[FlatParamHandle, int]]) -> None:
         listed = {(handle, slot): listed_at(handle.places[slot][0]) for handle, slot in self._exposure.numbered}
         written = {
-            handle.places[slot][0].fqn: 0
+            handle.places[slot][0].fqn: NOT_WRITTEN
             if (handle, slot) not in changed or value is None
             else _bits_of(value, handle.flat_param.packings[slot])
             for (handle, slot), value in listed.items()
