@@ -163,7 +163,7 @@ class FullyShardedDataParallel(Wrapper):
         ignored = Ignored.of(ignored_modules, ignored_parameters)
         if isinstance(module, ShardedParamsWrapper):
             module = module.module  # of an earlier wrapper, which this one takes over from
-        refuse_unwrappable(module, FSDPModule)
+        refuse_unwrappable(module, FSDPModule, ignored)
         groups = Groups.resolve(process_group, placements, strategy)
         self._options = options
         self.process_group, self.replicate_group = groups.shard, groups.replicate

@@ -238,10 +238,15 @@ def _make_unit(
     return unit
 
 
-def refuse_unwrappable(module: Any, fully_sharded: type[Any]) -> None:
+def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) -> None:
     """Raise an error for modules that `FullyShardedDataParallel` cannot wrap, such as modules under `fully_shard`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
+    if module in ignored.modules:
+        raise ValueError(
+            f"ignored_modules contains the {type(module).__name__} that is to be wrapped, or a module around it: no "
+            "parameter would be sharded, and no gradient averaged. Leave this module unwrapped, or pass modules inside it"
+        )
     if (unit := unit_of(module)) is not None and not unit.holds_nothing:
         raise ValueError(
             f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "

@@ -53,6 +53,14 @@ def test_wrong_kinds_are_named(argument: str, given: Any, message: str) -> None:
         alone(layers(), **{argument: given})
 
 
+@pytest.mark.parametrize("ignored", ["", "1"])
+def test_the_wrapped_module_cannot_be_ignored(ignored: str) -> None:
+    model = layers()
+    with pytest.raises(ValueError, match="ignored_modules contains the Sequential that is to be wrapped.*unwrapped"):
+        alone(model[1], ignored_modules=[model.get_submodule(ignored)])
+    alone(model[1], ignored_modules=[model[0]])
+
+
 @parametrize_pairs(layout=list(LAYOUTS), inner=["1", "1.0"])
 @on_ranks(1, 2)
 def test_what_an_inner_unit_has_sharded_cannot_be_ignored(layout: str, inner: str) -> None:
