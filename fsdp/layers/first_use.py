@@ -34,14 +34,15 @@ def new_runtime(root: Unit) -> Runtime:
     """Collective. Return the runtime of the tree of an outermost unit, which is the same on all ranks.
 
     Raises:
-        RuntimeError: if an inner unit already belongs to a root of its own, the ranks built different models, or a
-            parameter was added after wrapping.
+        RuntimeError: if an inner unit already belongs to a root of its own, or has a communication hook of its own, the
+            ranks built different models, or a parameter was added after wrapping.
         ValueError: for parameters that are sharded together, and were given different `grad_dtype`s since.
     """
     named_units = units_in(root)
     settle_shares(root, all_inside=True)
     follow_grad_dtypes(handle for _, unit in named_units for handle in unit.handles)
     refuse_strangers(root.module, [unit for _, unit in named_units])
+    refuse_inner_hooks(root, named_units)
     agree(root, to_run=True)
     share_memory(unit for _, unit in named_units)
     forget_memory(unit for _, unit in named_units)
@@ -51,6 +52,18 @@ def new_runtime(root: Unit) -> Runtime:
     runtime.participation = Participation()
     return_freed_memory()
     return runtime
+
+
+def refuse_inner_hooks(root: Unit, named_units: Iterable[tuple[str, Unit]]) -> None:
+    """Raise RuntimeError for a communication hook of inner units only, from before they were known to be inner."""
+    for name, unit in named_units:
+        hook = unit.policy.comm_hook
+        if hook is not None and root.policy.comm_hook is None:
+            raise RuntimeError(
+                f"the communication hook {hook.name} was registered on '{name}', or on a wrapper around it, which "
+                f"lies inside {root.name}: it would not average the other gradients. Call register_comm_hook on the "
+                "outermost FullyShardedDataParallel, once it has been made."
+            )
 
 
 def follow_grad_dtypes(handles: Iterable[FlatParamHandle]) -> None:

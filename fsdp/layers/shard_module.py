@@ -245,7 +245,7 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
     if module in ignored.modules:
         raise ValueError(
             f"ignored_modules contains the {type(module).__name__} that is to be wrapped, or a module around it: no "
-            "parameter would be sharded, and no gradient averaged. Leave this module unwrapped, or pass modules inside it"
+            "parameter would be sharded, and no gradient averaged. Leave this module unwrapped, or ignore modules in it"
         )
     if (unit := unit_of(module)) is not None and not unit.holds_nothing:
         raise ValueError(

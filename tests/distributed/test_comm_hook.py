@@ -167,15 +167,6 @@ def test_a_hook_has_the_factors_to_itself() -> None:
         assert unit.gradient_predivide_factor == unit.gradient_postdivide_factor == 1  # type: ignore[union-attr]
 
 
-def test_a_unit_keeps_its_hook_when_it_becomes_part_of_another_root() -> None:
-    inner, record = recorded(alone(nn.Linear(5, 5)))
-    inner._reset_lazy_init()
-    outer = alone(nn.Sequential(inner, nn.Linear(5, 5)))
-    outer(torch.ones(2, 5)).sum().backward()
-    assert len(record.gradients) == 1
-    assert all(param.grad is not None for param in outer.parameters())
-
-
 # What it leaves
 
 

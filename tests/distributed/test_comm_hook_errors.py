@@ -56,6 +56,17 @@ def test_only_the_outermost_wrapper_takes_a_hook() -> None:
     model.register_comm_hook(None, average)
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_hook_of_an_inner_wrapper_is_an_error_in_the_first_use_of_the_model(is_used: bool) -> None:
+    inner = alone()
+    inner.register_comm_hook(None, average)
+    if is_used:
+        backward(inner)
+    model = alone(nn.Sequential(inner, nn.Linear(7, 3)))
+    with pytest.raises(RuntimeError, match=r"hook tests\.\S+\.average was registered on '0'.*on the outermost"):
+        backward(model)
+
+
 class Registering(nn.Module):
     """Its forward registers a hook."""
 

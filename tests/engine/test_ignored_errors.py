@@ -56,7 +56,7 @@ def test_wrong_kinds_are_named(argument: str, given: Any, message: str) -> None:
 @pytest.mark.parametrize("ignored", ["", "1"])
 def test_the_wrapped_module_cannot_be_ignored(ignored: str) -> None:
     model = layers()
-    with pytest.raises(ValueError, match="ignored_modules contains the Sequential that is to be wrapped.*unwrapped"):
+    with pytest.raises(ValueError, match=r"ignored_modules contains the Sequential that is to be wrapped.*unwrapped"):
         alone(model[1], ignored_modules=[model.get_submodule(ignored)])
     alone(model[1], ignored_modules=[model[0]])
 
