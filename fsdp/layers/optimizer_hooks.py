@@ -7,6 +7,7 @@ change: the gradients, the versions of the shards, and the options of the groups
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import times_taken
 from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.engine.storage import ShardStorage
+from fsdp.layers.exact_norm import over_all
 from fsdp.layers.listed_shards import params_of, shards_among
 from fsdp.layers.optimizer_states import refuse_shards_of_others, unchecked, watch_states
 
@@ -78,11 +80,25 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     def then_prepare() -> Any:
         loss = closure()
         _prepare(optimizer)
-        return loss
+        return _mean_over_ranks(optimizer, loss) if isinstance(optimizer, torch.optim.LBFGS) else loss
 
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": then_prepare}
     return (*args[:1], then_prepare, *args[2:]), kwargs
+
+
+def _mean_over_ranks(optimizer: torch.optim.Optimizer, loss: Any) -> Any:
+    """Collective. Return the mean of the ranks' losses, whose gradients the shards have.
+
+    A search along a line compares losses: with different ones, ranks would call the model different numbers of times.
+    """
+    part = next((reference() for reference in _examined[optimizer].parts), None)
+    if part is None:
+        return loss
+    root = part.steps.root
+    own = torch.as_tensor(loss, device=root.device).detach()
+    total = over_all(root.everyone, own.clone(), "sum", f"the mean of the losses for {type(optimizer).__name__}")
+    return total / math.prod(comm.world_size for comm in root.everyone)
 
 
 def _prepare(optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp
@@ -88,6 +89,32 @@ def test_what_dtensors_do_not_support_is_an_error_before_the_step(make: MakeOpti
     with pytest.raises(RuntimeError, match=message):
         steps(model, optimizer)
     assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}])
+@on_ranks(2)
+def test_lbfgs_searches_by_the_mean_of_the_losses_of_all_ranks(options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(2, 4, 6, dtype=torch.float64), torch.randn(2, 4, 4, dtype=torch.float64)
+    plain = net(8, 4).double()
+    model = fsdp.fully_shard(copy.deepcopy(plain))
+    calls = []
+    for each, ranks in ((plain, [0, 1]), (model, [dist.get_rank()])):
+        optimizer = torch.optim.LBFGS(each.parameters(), max_iter=9, **options)
+        calls.append(0)
+
+        def closure(each: nn.Module = each, ranks: list[int] = ranks, optimizer: Any = optimizer) -> torch.Tensor:
+            calls[-1] += 1
+            optimizer.zero_grad()
+            loss = (each(inputs[ranks]) - targets[ranks]).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert calls[0] == calls[1]
+    for found, expected in zip(weights(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected.detach())
 
 
 @on_ranks(2)
