@@ -246,6 +246,7 @@ class MeshPart:
         if value.shape != self.shape:
             raise ValueError(f"{name}: expected shape {tuple(self.shape)}, got {tuple(value.shape)}")
         if is_dtensor(value):
+            refuse_part_of_others(name, value)
             if MeshPart.of(value) == self:
                 return arrived(local_part(value))
             value = full_tensor(value)
@@ -303,6 +304,19 @@ def settled_gradient(param: Tensor) -> Tensor | None:
             param.grad = grad = part.dtensor(part.gradient(grad))
         return arrived(local_part(grad))
     return grad
+
+
+def refuse_part_of_others(name: str, value: Any) -> None:
+    """Raise RuntimeError for a `DTensor` of a file of another rank: torch loads it with its mesh, as of that rank."""
+    if not is_dtensor(value) or (place := value.device_mesh.get_coordinate()) is None:
+        return
+    ranks = value.device_mesh.mesh
+    if (saved_by := int(ranks[tuple(place)])) != (rank := dist.get_rank()):
+        raise RuntimeError(
+            f"{name} is a DTensor that was saved by rank {saved_by}, and this is rank {rank}, which has another part. "
+            "Let each rank load the file that it has saved itself; or save with fsdp.save or "
+            "torch.distributed.checkpoint, and load with the same."
+        )
 
 
 def check_placements(name: str, param: Tensor) -> None:
@@ -439,5 +453,5 @@ def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-            local = part.to_local(name, value)
+            local = part.to_local(prefix + name, value)
             state_dict[prefix + name] = part.dtensor(local if local.is_meta else local.to(part.mesh.device_type))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp.distributed.dtensor import held_part, is_dtensor
+from fsdp.distributed.dtensor import held_part, is_dtensor, refuse_part_of_others
 from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import runtimes
@@ -28,6 +28,9 @@ def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, st
     _refuse_state_functions(self)
     signature = signature_of(state_dict)
     refuse_shards_of_others(self, signature)
+    for each in state_dict.get("state", {}).values():
+        for key, value in each.items() if isinstance(each, Mapping) else ():
+            refuse_part_of_others(f"{key!r} of the state for this {type(self).__name__}", value)
     if not signature:
         _refuse_unsharded_state(self, state_dict)
     groups = state_dict.get("param_groups", ())

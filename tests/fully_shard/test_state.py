@@ -308,6 +308,31 @@ def test_a_state_dict_can_be_copied_and_saved_by_each_rank(tmp_path: Path) -> No
     assert held == sum(value.nbytes for value in expected.values())
 
 
+@on_ranks(2)
+def test_state_that_another_rank_has_saved_for_itself_is_an_error(tmp_path: Path) -> None:
+    model, optimizer = trained(ours(), make=even)
+    before = wholes(model)
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    weights, states = torch.load(tmp_path / f"rank{1 - dist.get_rank()}.pt", weights_only=False)
+    ranks = rf"saved by rank {1 - dist.get_rank()}, and this is rank {dist.get_rank()}.*fsdp.save"
+    with pytest.raises(RuntimeError, match=rf"0\.weight.*{ranks}"):
+        model.load_state_dict(weights)
+    with pytest.raises(RuntimeError, match=rf"exp_avg.*{ranks}"):
+        optimizer.load_state_dict(states)
+    assert_same_state(wholes(model), before)
+    weights, states = torch.load(tmp_path / f"rank{dist.get_rank()}.pt", weights_only=False)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    go_on(model, optimizer)
+
+
+def even(wrap: Wrap) -> nn.Module:
+    """All ranks have equally many rows."""
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)))
+
+
 def _through_pickles(state: dict[str, Any], _: Path) -> dict[str, Any]:
     return {name: pickle.loads(pickle.dumps(value)) for name, value in state.items()}
 
