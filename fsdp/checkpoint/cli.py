@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -119,15 +119,26 @@ def _is_of_interrupt(error: BaseException | None) -> bool:
 
 @contextmanager
 def _terminated_tidily() -> Iterator[None]:
-    """Make SIGTERM clean up in the same way as an interrupt."""
+    """Make SIGTERM clean up in the same way as an interrupt; a second signal does not end the cleaning up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # shells have jobs in the background ignore it
+        before[signal.SIGINT] = signal.default_int_handler
+
+    def interrupt(*_: Any) -> NoReturn:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in before:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _said(message: str, code: int) -> int:

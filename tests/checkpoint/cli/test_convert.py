@@ -156,6 +156,33 @@ def test_an_interrupt_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+@every_target
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_while_it_cleans_up_leaves_nothing(
+    tmp_path: Path, capsys: Captured, origin: Path, word: str, second: signal.Signals
+) -> None:
+    keyboard, unlink = signal.signal(signal.SIGINT, signal.default_int_handler), os.unlink
+
+    def interrupted(self: Progress, nbytes: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def unlink_slowly(*args: Any, **options: Any) -> None:
+        signal.raise_signal(second)
+        unlink(*args, **options)
+
+    try:
+        with (
+            mock.patch.object(Progress, "__call__", interrupted),
+            mock.patch.object(os, "unlink", unlink_slowly),
+        ):
+            said = command(capsys, "convert", origin, tmp_path / "there", "--to", word)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, keyboard)
+    assert (said.code, said.err.splitlines()[-1]) == (130, "fsdp: interrupted")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("word", ["torch", "dcp"])
 def test_an_interrupt_inside_of_an_archive_of_torch_is_an_interrupt(
     tmp_path: Path, capsys: Captured, origin: Path, word: str
