@@ -462,7 +462,7 @@ def present_call() -> str:
     return _call.get()
 
 
-def in_stage(stage: str, what: str, tag: int) -> tuple[str, Tag]:
+def in_stage(stage: str, what: str, tag: Tag) -> tuple[str, Tag]:
     """Return the description and the tag of a collective, with the pass or the public call that this rank is in.
 
     So ranks in different passes or calls do not receive each other's messages. Errors report the call separately.
@@ -472,7 +472,7 @@ def in_stage(stage: str, what: str, tag: int) -> tuple[str, Tag]:
         what, tag: the description and tag of the collective, in any pass.
     """
     call = _call.get()
-    return f"{what} in {stage}" if stage and not call else what, (tag, call or stage) if stage else tag
+    return f"{what} in {stage}" if stage and not call else what, (*words_of(tag), call or stage) if stage else tag
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -348,6 +348,11 @@ class FlatParamHandle:
 
     def unshard(self) -> None:
         """Start the all-gather, unless the parameters are here or on their way, of the shard as it is now."""
+        if self.begin_unshard():
+            self.begin_gather()
+
+    def begin_unshard(self) -> bool:
+        """Store what users have changed, and return whether the shard as it is now has to be gathered."""
         if self.presentation.is_exposed:
             raise RuntimeError(
                 f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
@@ -356,23 +361,43 @@ class FlatParamHandle:
         state = self._state_to_gather()
         if self.phase is not Phase.SHARDED:
             if state == self._gathered:
-                return
+                return False
             self.free()  # the shard was changed since, perhaps by the forward that calls the unit
         state = self._ready_to_send(state)
         if state != self.state_in_use:
             for unsharded in self.forms.values():
                 unsharded.outdate()
         self._gathered = state
+        return True
+
+    def begin_gather(self) -> None:
+        """Start the all-gather by itself, after `begin_unshard`."""
         if self.kept_shard is not None:
             self.gather_kept()
         if self.unsharded.is_shard:
             self.storage.read_ahead()
-        elif self.kept_shard is not None and self.kept_shard.has((self.dtype, state)):
+        elif self.kept_shard is not None and self.kept_shard.has((self.dtype, self._gathered)):
             full = self.unsharded.begin_gather(directly=True)
             self._pending = self.kept_shard.gather(full, self.name, self.passes.stage)
         else:
             self._pending = self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing)
         self._enter(Phase.UNSHARDING)  # if that did not raise
+
+    @property
+    def is_gathered_plainly(self) -> bool:
+        """True if the shard itself is sent, in the dtype of the computation, from the device of the computation."""
+        return self.is_sharded and self.unsharded.is_exact and self.kept_shard is None and self.storage.is_resident
+
+    def expect(self, pending: Pending) -> None:
+        """After `begin_unshard`: one message brings the parameters of this handle and of others."""
+        self._pending = pending
+        self._enter(Phase.UNSHARDING)
+
+    def shard_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the shard in a dtype, on the device of the computation; in a world of one it is copied directly."""
+        if self.flat_param.dtype != dtype or (self.storage.is_elsewhere and self.is_sharded):
+            return self.storage.staged(self.flat_param, dtype)
+        return self.flat_param.vector
 
     def _state_to_gather(self) -> ShardState:
         """Store changes of users since the last all-gather, and return the state of the shard then."""
@@ -423,9 +448,7 @@ class FlatParamHandle:
         return pending.after(copy_stream.arrival())
 
     def _exchange(self, full: Tensor, outgoing: Tensor | None, comm: Communicator, number: int) -> Pending:
-        shard = self.flat_param.vector if outgoing is None else outgoing  # in a world of one copied directly
-        if outgoing is None and (full.dtype != shard.dtype or (self.storage.is_elsewhere and self.is_sharded)):
-            shard = self.storage.staged(self.flat_param, full.dtype)
+        shard = self.shard_in(full.dtype) if outgoing is None else outgoing
         what = f"all-gather of {self.name}"
         tag: Tag = number
         if comm.sends_pieces:  # else no tag is sent

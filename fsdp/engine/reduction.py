@@ -22,8 +22,8 @@ from fsdp.engine.grad_buffer import divided
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.placements import Collective
 
-# A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
-_SMALL_BYTES = 1 << 20
+# A collective above this is limited by bandwidth, not by latency: it gains nothing from company.
+SMALL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Reductions:
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
         for handle in handles:
             nbytes = handle.gradients.layout.padded_numel * handle.gradients.dtype.itemsize
-            if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
+            if nbytes > min(SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
             comms = handle.reduce_comm, handle.replica_axis, handle.replicas
             way = (*comms, handle.policy.comm_hook is None, handle.gradients.sync)

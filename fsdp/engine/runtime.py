@@ -20,7 +20,8 @@ backward ends                BACKWARD_POST -> IDLE                 reduce what d
 A recomputed forward (activation checkpointing) is a part of its backward: it unshards as backward does. A backward may
 run inside of a forward: units whose forward is running stay in FORWARD, and keep their parameters.
 
-So at most the units in computation, one prefetched unit and two reductions are alive beside the shards.
+So at most the units in computation, one prefetched unit and two reductions are alive beside the shards. Small units are
+prefetched in buckets (`schedule`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
-from fsdp.engine.reduction import Reductions
-from fsdp.engine.schedule import ExecutionOrder
+from fsdp.engine.reduction import SMALL_BYTES, Reductions
+from fsdp.engine.schedule import NOTHING, ExecutionOrder, gathered_nbytes, unshard_together
 from fsdp.engine.unit import NO_MODULES, ModuleGroup, TrainingState, Unit, changed_before_backward, units_in
 from fsdp.engine.usage import Usage
 
@@ -78,9 +79,9 @@ class Runtime:
         self.inside_mixed = {inner for unit in mixed for _, inner in units_in(unit) if inner is not unit}
         self.has_run = False  # a forward has begun with the root
         self._reductions = Reductions(root.policy.bucket_bytes)
+        self._small_bytes = min(SMALL_BYTES, root.policy.bucket_bytes)  # so many are gathered together
         self._usage = Usage()
-        self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._forward_order, self._backward_order = self.new_order(), self.new_order()
         self._waiting: list[Unit] = []  # they have all gradients, and something in the backward reads them yet
         self._left: list[FlatParamHandle] = []  # copies of the last forward; no backward has run since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
@@ -215,36 +216,48 @@ class Runtime:
         for handle in self._kept:
             handle.renew_kept()
 
+    def new_order(self) -> ExecutionOrder[Unit]:
+        """Return an order of units that all ranks run, in which small ones are gathered together."""
+        return ExecutionOrder(gathered_nbytes, self._small_bytes)
+
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start the following units; returns their order, None if ranks have no common order."""
         usual = self._backward_order if is_backward else self._forward_order
         order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
-        ahead: Sequence[Unit] = ()
-        started = 1  # of those ahead; the others are only read from disk
+        self._reshard_waiting([unit])
+        is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
+        own, due, later = NOTHING if order is None else order.enter(unit, is_needed and unit.is_incomplete)
         if order is not None:
-            ahead = order.enter(unit)
             asked = unit.policy.backward_prefetch if is_backward else unit.policy.forward_prefetch
             if asked is not None:
-                ahead, started = asked, len(asked)
-        for one in {unit, *ahead}.intersection(self._waiting):
-            one.reshard()  # as other ranks may have done already: all gather it now
-            self._waiting.remove(one)
-        is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
+                own, due, later = (), asked, ()
+        if own and not own[-1].is_in_use:
+            self.unshard_ahead(own, is_backward)
         if is_needed:
             unit.unshard()
-        for number, following in enumerate(ahead):
-            if is_backward and not following.policy.unshard_in_backward:
-                continue
-            if number < started:
-                if not is_backward and following.precision.full_in_eval:
-                    following.follow_mode()
-                following.unshard()
-            elif self._reads_ahead:
-                following.read_ahead()
+        if due:
+            self.unshard_ahead(due, is_backward)
+        for following in later if self._reads_ahead else ():
+            following.read_ahead()
         if is_needed:
             for handle in unit.handles:
                 handle.begin_compute()
         return order
+
+    def _reshard_waiting(self, units: Iterable[Unit]) -> None:
+        """Reshard those of these units that are to be gathered, as other ranks may have done already."""
+        for unit in set(units).intersection(self._waiting) if self._waiting else ():
+            unit.reshard()
+            self._waiting.remove(unit)
+
+    def unshard_ahead(self, units: Sequence[Unit], is_backward: bool) -> None:
+        """Start to unshard units, small ones together."""
+        self._reshard_waiting(units)
+        for unit in units:
+            if not is_backward and unit.precision.full_in_eval:
+                unit.follow_mode()
+        needed = [unit for unit in units if not is_backward or unit.policy.unshard_in_backward]
+        unshard_together(needed, self._small_bytes)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""

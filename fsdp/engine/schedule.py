@@ -1,11 +1,79 @@
-"""The recorded order of units, which predicts the next unit so that it can be unsharded in advance."""
+"""The schedule of all-gathers: the recorded order of units predicts the next ones, which are unsharded in advance.
+
+Small units are gathered together, because one message costs less than many: each rank sends its shards one after the
+other, and the shards that it receives are copied to the buffers of their handles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.communicator import Pending, Tag, in_stage, labelled
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 T = TypeVar("T")
+
+
+def _alone(_: object) -> float:
+    return math.inf
+
+
+class Expected(NamedTuple):
+    """The buckets that are expected when an item runs.
+
+    Attributes:
+        own: the bucket that begins with the item, which may be on its way.
+        due: the bucket to gather next.
+        later: the bucket that will be due next.
+    """
+
+    own: Sequence[Any] = ()
+    due: Sequence[Any] = ()
+    later: Sequence[Any] = ()
+
+
+NOTHING = Expected()
+
+
+class _Record(Generic[T]):
+    """The items of the last pass, and those of the pass that runs, as long as they are the same."""
+
+    def __init__(self) -> None:
+        self.last: list[T] = []
+        self.current: list[T] = []
+        self.on_course = False
+
+    @property
+    def at_end(self) -> bool:
+        """True if the pass that runs has been like the last one, and is as long."""
+        return self.on_course and len(self.current) == len(self.last)
+
+    @property
+    def next(self) -> T | None:
+        """The item that is expected next."""
+        place = len(self.current)
+        return self.last[place] if self.on_course and place < len(self.last) else None
+
+    def begin(self) -> bool:
+        """Start a new pass; return whether the previous pass, if it was recorded, was the same as the one before."""
+        is_same = self.at_end or not self.current
+        if not is_same:
+            self.last = self.current
+        self.current, self.on_course = [], bool(self.last)
+        return is_same
+
+    def enter(self, item: T) -> int:
+        """Record an item; return its place, or -1 if it was not expected, or no pass was recorded."""
+        self.on_course = self.next is item
+        self.current.append(item)
+        return len(self.current) - 1 if self.on_course else -1
 
 
 class ExecutionOrder(Generic[T]):
@@ -13,45 +81,136 @@ class ExecutionOrder(Generic[T]):
 
     At the first difference, prediction stops until the end of the pass, and the next pass is predicted from the actual
     order. An order that occurred twice in succession is *settled*.
+
+    Predicted are the items that have to be gathered, which all ranks gather in the same order. (An item that is here
+    already may run again on some ranks only.) Those that follow each other are in one *bucket*, as long as it has up to
+    `limit` bytes. When the first item of a bucket runs, the next bucket is due, and arrives while this one runs.
+
+    Args:
+        nbytes: returns the bytes of an item; by default, each is in a bucket of its own.
+        limit: of a bucket of several items.
     """
 
-    def __init__(self) -> None:
-        self._last: list[T] = []
-        self._ahead: list[Sequence[T]] = []  # for each place of the last pass, what `enter` returns
-        self._current: list[T] = []
-        self._on_course = False
+    def __init__(self, nbytes: Callable[[T], float] = _alone, limit: int = 0) -> None:
+        self._nbytes, self._limit = nbytes, limit
+        self._runs, self._gathers = _Record[T](), _Record[T]()
+        self._expected: dict[int, Expected] = {}  # at places of `_gathers`; and at -1, at the beginning of a pass
+        self._has_gathered = False  # in the pass that runs
         self.is_settled = False
 
     def begin(self) -> None:
         """Start a new pass; the previous pass, if it was recorded, becomes the prediction."""
-        if self._current:
-            self.is_settled = self._on_course and len(self._current) == len(self._last)
-            if not self.is_settled:
-                self._last = self._current
-                self._ahead = [_next_two(self._last, place) for place in range(len(self._last))]
-            self._current = []
-        self._on_course = bool(self._last)
+        if self._runs.current:
+            self.is_settled = self._runs.at_end
+        self._runs.begin()
+        if not self._has_gathered:
+            self._gathers.current = []
+        if not self._gathers.begin():
+            self._expected = self._predicted(self._gathers.last)
+        self._has_gathered = False
 
-    def enter(self, item: T) -> Sequence[T]:
-        """`item` runs now. Returns the next two other ones expected, fewer if there are none or it can't be known."""
-        place = len(self._current)
-        self._current.append(item)
-        if self._on_course and place < len(self._last) and self._last[place] is item:
-            return self._ahead[place]
-        self._on_course = False
-        return ()
+    def enter(self, item: T, is_gathered: bool = True) -> Expected:
+        """`item` runs now. Returns what is expected; nothing if it is not known.
+
+        Args:
+            item: what runs.
+            is_gathered: it has to be gathered for that, or is on its way.
+        """
+        is_first = not self._runs.current
+        self._runs.enter(item)
+        if is_gathered or (
+            not self._has_gathered and self._gathers.next is item
+        ):  # in this pass it may be here already
+            self._has_gathered |= is_gathered
+            place = self._gathers.enter(item)
+            return self._expected.get(place, NOTHING) if place >= 0 else NOTHING
+        return self._expected.get(-1, NOTHING) if is_first else NOTHING
 
     def at_expected_end(self) -> bool:
         """Return whether the item entered last ended the last two passes as well."""
-        return self.is_settled and self._on_course and len(self._current) == len(self._last)
+        return self.is_settled and self._runs.at_end
+
+    def _predicted(self, order: Sequence[T]) -> dict[int, Expected]:
+        buckets, begins, due = list[list[T]](), list[int](), list[int]()  # and the places where they begin and are due
+        filled, seen = 0.0, dict[int, int]()  # the bytes of the last bucket; and where each item was seen last
+        for place, item in enumerate(order):
+            before, seen[id(item)] = seen.get(id(item), -2), place
+            if place and item is order[place - 1]:
+                continue  # it is here until it is gathered again
+            filled += self._nbytes(item)
+            if not buckets or filled > self._limit or before >= begins[-1] - 1:
+                due.append(begins[-1] if begins else -1)
+                begins.append(place)
+                buckets.append([])
+                filled = self._nbytes(item)
+            buckets[-1].append(item)
+            due[-1] = max(due[-1], before + 1)  # not before it has run
+        found = {place: Expected(own=bucket) for place, bucket in zip(begins, buckets, strict=True)}
+        for place, bucket, later in zip(due, buckets, [*buckets[1:], ()], strict=True):
+            found[place] = Expected(found.get(place, NOTHING).own, bucket, later)
+        return found
 
 
-def _next_two(order: Sequence[T], place: int) -> Sequence[T]:
-    ahead: list[T] = []
-    for number in range(place + 1, len(order)):
-        # A unit may run several times in a row (recomputed, or shared): its parameters are here already.
-        if order[number] is not order[place] and not (ahead and order[number] is ahead[0]):
-            ahead.append(order[number])
-            if len(ahead) == 2:
-                break
-    return ahead
+def gathered_nbytes(unit: Unit) -> float:
+    """Return the bytes of a unit that is gathered; infinity if it is not gathered together with others."""
+    if all(handle.is_gathered_plainly for handle in unit.handles):
+        return sum(handle.unsharded.nbytes for handle in unit.handles)
+    return math.inf
+
+
+def unshard_together(units: Iterable[Unit], limit: int) -> None:
+    """Start to unshard units. Shards of the same ranks and dtype go together, of parameters of up to `limit` bytes."""
+    messages: list[list[FlatParamHandle]] = []
+    last: dict[Any, tuple[list[FlatParamHandle], float]] = {}  # message for handles of a kind, and its bytes
+    for unit in units:
+        unit.is_spare = False
+        for handle in unit.handles:
+            if not handle.begin_unshard():
+                continue
+            is_small = handle.unsharded.nbytes <= limit and handle.is_gathered_plainly
+            kind = (handle.comm, handle.unsharded.full.dtype) if is_small else handle
+            message, nbytes = last.get(kind, ([], math.inf))
+            nbytes += handle.unsharded.nbytes
+            if nbytes > limit:
+                message, nbytes = [], handle.unsharded.nbytes
+                messages.append(message)
+            message.append(handle)
+            last[kind] = (message, nbytes)
+    for handles in messages:
+        if len(handles) > 1:
+            _gather(handles)
+        else:
+            handles[0].begin_gather()
+
+
+class _Part(Pending):
+    """The parameters of one handle, which come in a message with others.
+
+    Args:
+        message: the all-gather of all.
+        part: ``[world_size, shard_numel]`` of what it brings.
+        to: get the parameters.
+    """
+
+    def __init__(self, message: Pending, part: Tensor, to: UnshardedParameters) -> None:
+        self._message, self._part, self._to = message, part, to
+
+    def wait(self) -> Tensor:
+        self._message.wait()
+        full = self._to.begin_gather()
+        full.view(self._part.shape).copy_(self._part)
+        del self._message, self._part  # the memory of the message is freed when all parts are copied
+        return full
+
+
+def _gather(handles: Sequence[FlatParamHandle]) -> None:
+    first, last = handles[0], handles[-1]
+    shards = torch.cat([handle.shard_in(handle.unsharded.full.dtype) for handle in handles])
+    full = shards.new_empty(first.comm.world_size * shards.numel())
+    tag: Tag = tuple(handle.tags.gather for handle in handles)
+    what, tag = in_stage(first.passes.stage, f"all-gather of {first.name} to {last.name}", tag)
+    name = f"{first.unit_name} to {last.unit_name}"
+    message = labelled("all_gather", name, first.comm.all_gather, full, shards, what, tag)
+    parts = full.view(first.comm.world_size, -1).split([handle.layout.shard_numel for handle in handles], dim=1)
+    for handle, part in zip(handles, parts, strict=True):
+        handle.expect(_Part(message, part, handle.unsharded))

@@ -396,6 +396,11 @@ class Unit:
         return phases.count(Phase.SHARDED) < len(phases)
 
     @property
+    def is_incomplete(self) -> bool:
+        """Return whether any of its parameters are not there to compute with."""
+        return any(handle.phase is not Phase.UNSHARDED for handle in self.handles)
+
+    @property
     def is_unsharding(self) -> bool:
         return Phase.UNSHARDING in map(_phase_of, self.handles)
 

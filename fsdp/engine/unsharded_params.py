@@ -44,6 +44,7 @@ class UnshardedParameters:
     Attributes:
         leaves: the unsharded parameters.
         absent: as the argument, with placeholders made.
+        nbytes: the size of the buffer.
     """
 
     is_exact = True  # the leaves have the values of the shards, cast to the dtype of the computation
@@ -62,7 +63,7 @@ class UnshardedParameters:
     ) -> None:
         self.full = full
         self.is_shard = is_shard
-        self._nbytes = full.numel() * full.element_size()
+        self.nbytes = full.numel() * full.element_size()
         views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
         parts, self._attributes = flat_param.parts, flat_param.attributes
         seen = [part.shown(view) if part else view for view, part in zip(views, parts, strict=True)]
@@ -174,8 +175,8 @@ class UnshardedParameters:
 
     def _allocate(self) -> None:
         storage = self.full.untyped_storage()
-        if storage.nbytes() != self._nbytes:  # NumPy may share the memory, which cannot be freed then
-            storage.resize_(self._nbytes)
+        if storage.nbytes() != self.nbytes:  # NumPy may share the memory, which cannot be freed then
+            storage.resize_(self.nbytes)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is the buffer's, and will be freed."""

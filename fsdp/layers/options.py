@@ -46,7 +46,8 @@ class Options:
             need them at once.
         flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
         bucket_cap_mb: gradients of small units (below 1 MiB) are collected up to this many MiB and reduced by one
-            collective; 0 or less reduces each by itself.
+            collective; 0 or less reduces each by itself, and gathers each unit by itself. Otherwise units that run one
+            after the other are gathered by one collective, if they have up to 1 MiB together.
         mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of
             saying it: compute in `compute_dtype`, with float32 shards, buffers in `buffer_dtype`, and floating-point
             inputs of the outermost such wrapper cast. False computes in the parameters' own dtype, which may be any.

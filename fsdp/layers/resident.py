@@ -110,7 +110,7 @@ class _Orders(Checks):
         self._before = runtime._forward_order
         around = runtime.checks
         self._training: ExecutionOrder[Unit] = around._training if isinstance(around, _Orders) else self._before
-        self._inference: ExecutionOrder[Unit] = ExecutionOrder()
+        self._inference = runtime.new_order()
 
     def forward(self, unit: Unit, inputs: Any) -> None:
         if not torch.is_grad_enabled():

@@ -327,7 +327,7 @@ class Visits(Participation):
         order = usual if region is None else region.orders[is_backward]
         if not is_backward or not self.is_uneven:
             return order
-        order.enter(unit)
+        order.enter(unit, is_gathered=False)  # not on all ranks
         if unit is not self._runtime.root:
             unit.reshard()  # some ranks have it already, from a recomputation
         return None

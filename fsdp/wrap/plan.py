@@ -460,7 +460,7 @@ class _Training:
             live.assign(handle.unsharded.full, UNSHARDED)
         for owner, name, kind in (
             (handle, "gather_kept", UNSHARDED),
-            (handle, "unshard", MESSAGES),
+            (handle, "begin_gather", MESSAGES),
             (handle, "reduce", MESSAGES),
             (handle.gradients, "add", GRAD_BUFFERS),
         ):
@@ -477,11 +477,13 @@ class _Training:
     def run(self, call: Callable[[nn.Module], Any], loss: Callable[[Any], Tensor]) -> None:
         self._live.forget_peak()
         self._note(BUILT)
+        runtime: Any = runtime_of(self._model._unit)
+        runtime.unshard_ahead = self._live.allocating(MESSAGES)(runtime.unshard_ahead)
         for _ in range(_STEPS):
             for group in self._groups:
                 group.sent.clear()
             self._train(call, loss)
-        runtime_of(self._model._unit).forget()  # nobody who looks for models that train is to find this one
+        runtime.forget()  # nobody who looks for models that train is to find this one
 
     def _train(self, call: Callable[[nn.Module], Any], loss: Callable[[Any], Tensor]) -> None:
         with self._live.allocating(ACTIVATIONS):
@@ -518,7 +520,8 @@ class _Training:
     def plan(self, world_size: int, replicas: int, has_activations: bool, bandwidth: float | None) -> Plan:
         state = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [value for each in state for value in each.values() if isinstance(value, Tensor)]
-        gathered = [_number(each) for each in self._groups[0].sent if each.kind == "all-gather"]
+        messages = (each for each in self._groups[0].sent if each.kind == "all-gather")
+        gathered = [number for each in messages for number in words_of(each.tag) if isinstance(number, int)]
 
         def first_gather(unit: Unit) -> int:  # in the step; units that are not gathered come last
             places = (gathered.index(tag) for tag in map(_tag, unit.handles) if tag in gathered)
@@ -571,11 +574,6 @@ class _Training:
 def _tag(handle: FlatParamHandle) -> int:
     """Return the tag of a handle's all-gathers along the shard axis."""
     return handle.kept_shard.tag if handle.kept_shard is not None and handle.kept_shard.lasts else handle.tags.gather
-
-
-def _number(message: Message) -> Any:
-    """Return the number in a tag, which begins with a word if the all-gather is one along two axes."""
-    return next((part for part in words_of(message.tag) if isinstance(part, int)), None)
 
 
 def _described(plan: Plan) -> Iterator[str]:

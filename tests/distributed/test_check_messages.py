@@ -39,7 +39,7 @@ def damaging(number: int) -> Any:
 
 
 def test_a_flipped_bit_is_an_error_that_names_both_ranks_and_training_goes_on(ranks: RankPool, tmp_path: Path) -> None:
-    numbers = [12, 15, 19, 24, 30]
+    numbers = [5, 9, 11, 13, 17]
     errors = ranks(3, backend=None).run(_train_with_flipped_bits, tmp_path, numbers)
     for number, first, *others in zip(numbers, *errors, strict=True):
         assert first.startswith("DamagedMessageError: rank 0: "), number

@@ -157,7 +157,7 @@ def test_gathers_and_reductions_of_two_passes(
 
 @on_ranks(2)
 def test_from_the_third_pass_on_the_last_unit_stays_whole() -> None:
-    model = nested_mlp(fully_sharded())
+    model = nested_mlp(fully_sharded(bucket_cap_mb=0))
     counts = [count(model, sync=sync)[0] for sync in (False, True, False, False, False, True)]
     assert counts == [2 * UNITS - 1, 2 * UNITS - 2, 2 * UNITS - 2, 2 * UNITS - 3, 2 * UNITS - 3, 2 * UNITS - 3]
 

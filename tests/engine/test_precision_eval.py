@@ -293,7 +293,7 @@ def test_changing_the_mode_frees_what_was_gathered() -> None:
 @on_ranks(2)
 def test_changing_the_mode_gathers_nothing_twice() -> None:
     """What is prefetched for the next unit is in the precision that it will compute in."""
-    model = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL))
+    model = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL, bucket_cap_mb=0))
     gathered: list[torch.dtype] = []
     all_gather = DirectExchange.all_gather
 

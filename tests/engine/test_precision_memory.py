@@ -160,7 +160,7 @@ def test_shards_that_were_cast_to_be_gathered_are_not_kept() -> None:
 @on_ranks(2)
 def test_at_most_one_cast_shard_besides_the_one_in_flight_is_alive() -> None:
     before = live_bytes(BRAIN)
-    model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN))
+    model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN), bucket_cap_mb=0)
     _, *units = handles_of(model)
     shard = 2 * units[0].layout.shard_numel
     alive: list[int] = []

@@ -671,7 +671,7 @@ def test_other_ranks_are_told_that_a_forward_has_ended_unless_a_collective_faile
 
 @on_ranks(2)
 def test_a_unit_s_own_all_gather_goes_before_that_of_the_next_one() -> None:
-    wrap = fully_sharded()
+    wrap = fully_sharded(bucket_cap_mb=0)
     model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Linear(5, 5), wrap(nn.Linear(5, 5))))
     for _ in range(2):  # then the order is known
         model(torch.ones(2, 5)).sum().backward()

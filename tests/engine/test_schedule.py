@@ -5,6 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
@@ -27,9 +29,9 @@ def name_of(found: Unit) -> str:
 
 
 def run(order: ExecutionOrder[Unit], names: str) -> str:
-    """One pass; returns what was expected next after each unit, "-" for nothing."""
+    """One pass; returns what was due when each unit began, "-" for nothing."""
     order.begin()
-    expected = [order.enter(UNITS[name]) for name in names]
+    expected = [order.enter(UNITS[name]).due for name in names]
     return "".join(name_of(found[0]) if found else "-" for found in expected)
 
 
@@ -57,20 +59,73 @@ def test_of_a_unit_that_runs_several_times_in_a_row_the_next_other_one_is_expect
     """What it needs itself is here already."""
     order: ExecutionOrder[Unit] = ExecutionOrder()
     run(order, "aabbb")
-    assert run(order, "aabbb") == "bb---"
+    assert run(order, "aabbb") == "b----"
 
 
-def test_the_two_next_other_units_are_expected() -> None:
+def test_the_unit_that_is_due_next_is_known_too() -> None:
     order: ExecutionOrder[Unit] = ExecutionOrder()
     run(order, "aabbcd")
     order.begin()
-    expected = ["".join(map(name_of, order.enter(UNITS[name]))) for name in "aabbcd"]
-    assert expected == ["bc", "bc", "cd", "cd", "d", ""]
+    found = [order.enter(UNITS[name]) for name in "aabbcd"]
+    assert ["".join(map(name_of, (*each.due, *each.later))) for each in found] == ["bc", "", "cd", "", "d", ""]
+
+
+def test_small_units_are_due_in_buckets_while_the_bucket_before_runs() -> None:
+    sizes = dict(zip("abcdefgh", (9, 1, 2, 1, 2, 9, 1, 1), strict=True))
+    own, due = expected_in(ExecutionOrder[str](sizes.__getitem__, 4), "abcdefgh")
+    assert own == ["a", "bcd", "", "", "e", "f", "gh", ""]
+    assert due == ["bcd", "e", "", "", "f", "gh", "", ""]
+
+
+def test_a_unit_that_runs_again_is_due_after_it_has_run() -> None:
+    assert expected_in(ExecutionOrder[str](lambda _: 1, 9), "abac") == (["ab", "", "ac", ""], ["", "ac", "", ""])
+
+
+def test_the_first_bucket_is_due_when_a_pass_begins_with_what_is_here_already() -> None:
+    order = ExecutionOrder[str](lambda _: 1, 2)
+    for _ in range(2):
+        order.begin()
+        found = [order.enter(name, is_gathered=name != "r") for name in "rarbcr"]
+    assert [(*each.own, *each.due) for each in found] == [("a", "b"), ("a", "b", "c"), (), (), ("c",), ()]
+    assert order.at_expected_end() is False
+    order.begin()
+    for name in "rarbcr":
+        order.enter(name, is_gathered=False)
+    assert order.at_expected_end()
+
+
+def expected_in(order: ExecutionOrder[str], names: str) -> tuple[list[str], list[str]]:
+    """The buckets that begin, and those that are due, at each place of a pass that was recorded before."""
+    for _ in range(2):
+        order.begin()
+        found = [order.enter(name) for name in names]
+    return ["".join(each.own) for each in found], ["".join(each.due) for each in found]
+
+
+@given(st.text("abcdefgh", min_size=1, max_size=24), st.data())
+def test_each_unit_is_due_before_it_runs_and_little_at_a_time(names: str, data: st.DataObject) -> None:
+    sizes = {name: data.draw(st.integers(0, 6), label=name) for name in sorted(set(names))}
+    limit = data.draw(st.integers(0, 8), label="limit")
+    ahead: list[str] = []  # gathered, and not run yet
+    order = ExecutionOrder[str](sizes.__getitem__, limit)
+    for place, (own, due) in enumerate(zip(*expected_in(order, names), strict=True)):
+        name = names[place]
+        if not place:
+            ahead += own
+        if not place or name != names[place - 1]:
+            assert ahead[0] == name, "in their order"
+            assert not own or own == "".join(ahead)[: len(own)], "it has come together"
+            del ahead[0]
+        assert not set(due) & {*ahead, name}, "not while it is on its way, or runs"
+        ahead += due
+        assert sum(sizes[one] for one in ahead if sizes[one] <= limit) <= 2 * limit
+        assert sum(sizes[one] > limit for one in ahead) <= 1
+    assert not ahead
 
 
 def test_entering_without_a_begun_pass_predicts_nothing() -> None:
     order: ExecutionOrder[Unit] = ExecutionOrder()
-    assert not order.enter(UNITS["a"])
+    assert order.enter(UNITS["a"]) == ((), (), ())
     assert not order.at_expected_end()
 
 

@@ -116,7 +116,11 @@ def gathers() -> Iterator[list[str]]:
         seen.append(handle.unit_name.removeprefix("root (").removesuffix(")"))
         return do(handle, *sent)
 
-    with mock.patch.object(FlatParamHandle, "_exchange", exchange):
+    def expect(handle: FlatParamHandle, pending: Any, do: Callable[..., Any] = FlatParamHandle.expect) -> Any:
+        seen.append(handle.unit_name)  # together with others
+        return do(handle, pending)
+
+    with mock.patch.multiple(FlatParamHandle, _exchange=exchange, expect=expect):
         yield seen
 
 
@@ -217,7 +221,8 @@ def test_modules_to_prefetch_in_forward() -> None:
     model.a.set_modules_to_forward_prefetch([model.c, model.b])
     model.b.set_modules_to_forward_prefetch([])
     model.c.set_modules_to_forward_prefetch([model.d])
-    once(model, INPUTS)
+    with mock.patch("fsdp.engine.runtime.SMALL_BYTES", 0):  # or the outermost module would have all gathered
+        once(model, INPUTS)
     with gathers() as seen:
         model(INPUTS)
     assert seen == ["a", "c", "b", "d"]
@@ -313,9 +318,9 @@ def test_a_profiler_shows_what_is_done_for_which_module() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         once(model, INPUTS)
     shown = {event.key for event in profiler.key_averages()}
-    for what in ("all_gather", "all_gather_wait"):
-        assert f"FSDP::{what} (trunk.2)" in shown
-    # Small gradients are reduced together: the label says from which unit to which.
+    assert "FSDP::all_gather_wait (trunk.2)" in shown
+    # Small units are gathered and reduced together: the label says from which unit to which.
+    assert {"FSDP::all_gather (trunk to gate)", "FSDP::all_gather (gate to trunk.2)"} <= shown
     assert any(key.startswith("FSDP::reduce_scatter (") for key in shown), sorted(filter(lambda k: "FSDP" in k, shown))
 
 

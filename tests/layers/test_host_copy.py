@@ -176,6 +176,7 @@ def test_a_plan_counts_the_copies_and_no_all_gather_in_backward() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     layer = 4 * 8 * 8
     options: dict[str, Any] = {"auto_wrap_policy": fsdp.module_wrap_policy({nn.Linear}), "sample": torch.ones(2, 8)}
+    options["bucket_cap_mb"] = 0
     gathering, kept, copied = (
         fsdp.plan(model, world_size=4, reshard_after_forward=how, **options) for how in (True, False, "host")
     )

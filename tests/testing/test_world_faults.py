@@ -129,7 +129,7 @@ def _train() -> str:
 
 def test_an_exception_at_a_message_is_known_to_the_others() -> None:
     with pytest.raises(WorldError) as caught:
-        World(3, faults=[Fault(1, 40, OSError("cable"))]).run(_train)
+        World(3, faults=[Fault(1, 24, OSError("cable"))]).run(_train)
     errors = caught.value.errors
     assert isinstance(errors[1], OSError)
     for rank in (0, 2):
@@ -140,7 +140,7 @@ def test_an_exception_at_a_message_is_known_to_the_others() -> None:
 
 def test_a_rank_that_dies_closes_its_connections() -> None:
     with pytest.raises(WorldError) as caught:
-        World(3, faults=[Fault(2, 40, "die")]).run(_train)
+        World(3, faults=[Fault(2, 24, "die")]).run(_train)
     assert set(caught.value.errors) == {0, 1}
     for error in caught.value.errors.values():
         assert isinstance(error, CollectiveError)
@@ -164,11 +164,11 @@ def _outlive() -> str:
 
 def test_a_message_that_is_lost_is_waited_for() -> None:
     with pytest.raises(WorldError, match=r"(?s)did not complete: .*nothing is on its way.*rank 0: waiting for"):
-        World(2, faults=[Fault(1, 20, "lose")]).run(_train)
+        World(2, faults=[Fault(1, 12, "lose")]).run(_train)
 
 
 def test_flipped_bits_are_found_by_checksums_alone() -> None:
-    flipped = [Fault(1, 20, "flip")]
+    flipped = [Fault(1, 12, "flip")]
     assert World(2, faults=flipped).run(_train) == ["trained", "trained"]
     check_messages()
     try:

@@ -251,14 +251,14 @@ def test_units_are_gathered_once_for_backward_however_they_are_checkpointed(wher
     for _ in range(3):  # until the order is known
         once(model, torch.ones(4, 5))
     starts: list[str] = []
-    gather = FlatParamHandle.unshard
+    begin = FlatParamHandle.begin_unshard
 
-    def counted(handle: FlatParamHandle) -> None:
+    def counted(handle: FlatParamHandle) -> bool:
         if handle.phase is Phase.SHARDED:
             starts.append(handle.name)
-        gather(handle)
+        return begin(handle)
 
-    with mock.patch.object(FlatParamHandle, "unshard", counted):
+    with mock.patch.object(FlatParamHandle, "begin_unshard", counted):
         output = model(torch.ones(4, 5))
         forward = len(starts)
         output.sum().backward()
