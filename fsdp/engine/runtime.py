@@ -245,7 +245,7 @@ class Runtime:
         return order
 
     def _reshard_waiting(self, units: Iterable[Unit]) -> None:
-        """Reshard those of these units that are to be gathered, as other ranks may have done already."""
+        """Reshard the units that wait for that and are to be gathered, as other ranks may have done already."""
         for unit in set(units).intersection(self._waiting) if self._waiting else ():
             unit.reshard()
             self._waiting.remove(unit)

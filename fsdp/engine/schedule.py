@@ -43,7 +43,7 @@ NOTHING = Expected()
 
 
 class _Record(Generic[T]):
-    """The items of the last pass, and those of the pass that runs, as long as they are the same."""
+    """The items of the last pass and of the pass that runs, and whether the two are the same until now."""
 
     def __init__(self) -> None:
         self.last: list[T] = []
@@ -83,8 +83,8 @@ class ExecutionOrder(Generic[T]):
     order. An order that occurred twice in succession is *settled*.
 
     Predicted are the items that have to be gathered, which all ranks gather in the same order. (An item that is here
-    already may run again on some ranks only.) Those that follow each other are in one *bucket*, as long as it has up to
-    `limit` bytes. When the first item of a bucket runs, the next bucket is due, and arrives while this one runs.
+    already may run again on some ranks only.) Neighbours are in one *bucket*, as long as it has up to `limit` bytes.
+    When the first item of a bucket runs, the next bucket is due, and arrives while this one runs.
 
     Args:
         nbytes: returns the bytes of an item; by default, each is in a bucket of its own.
@@ -110,7 +110,7 @@ class ExecutionOrder(Generic[T]):
         self._has_gathered = False
 
     def enter(self, item: T, is_gathered: bool = True) -> Expected:
-        """`item` runs now. Returns what is expected; nothing if it is not known.
+        """`item` runs now. Returns the expected buckets; none if the order is not known.
 
         Args:
             item: what runs.
@@ -118,9 +118,9 @@ class ExecutionOrder(Generic[T]):
         """
         is_first = not self._runs.current
         self._runs.enter(item)
-        if is_gathered or (
-            not self._has_gathered and self._gathers.next is item
-        ):  # in this pass it may be here already
+        # A pass may begin with items that are here from the pass before.
+        begins = not self._has_gathered and self._gathers.next is item
+        if is_gathered or begins:
             self._has_gathered |= is_gathered
             place = self._gathers.enter(item)
             return self._expected.get(place, NOTHING) if place >= 0 else NOTHING

@@ -34,8 +34,8 @@ def new_runtime(root: Unit) -> Runtime:
     """Collective. Return the runtime of the tree of an outermost unit, which is the same on all ranks.
 
     Raises:
-        RuntimeError: if an inner unit already belongs to a root of its own, or has a communication hook of its own, the
-            ranks built different models, or a parameter was added after wrapping.
+        RuntimeError: if an inner unit already belongs to a root of its own, or has a communication hook; if the ranks
+            built different models; or if a parameter was added after wrapping.
         ValueError: for parameters that are sharded together, and were given different `grad_dtype`s since.
     """
     named_units = units_in(root)
