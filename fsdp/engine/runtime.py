@@ -223,19 +223,21 @@ class Runtime:
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start the following units; returns their order, None if ranks have no common order."""
         usual = self._backward_order if is_backward else self._forward_order
+        self._stop_waiting([unit])
         order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
-        self._reshard_waiting([unit])
         is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
         own, due, later = NOTHING if order is None else order.enter(unit, is_needed and unit.is_incomplete)
         if order is not None:
             asked = unit.policy.backward_prefetch if is_backward else unit.policy.forward_prefetch
             if asked is not None:
                 own, due, later = (), asked, ()
+        self._stop_waiting(own)
         if own and not own[-1].is_in_use:
             self.unshard_ahead(own, is_backward)
         if is_needed:
             unit.unshard()
         if due:
+            self._stop_waiting(due)
             self.unshard_ahead(due, is_backward)
         for following in later if self._reads_ahead else ():
             following.read_ahead()
@@ -244,19 +246,17 @@ class Runtime:
                 handle.begin_compute()
         return order
 
-    def _reshard_waiting(self, units: Iterable[Unit]) -> None:
-        """Reshard the units that wait for that and are to be gathered, as other ranks may have done already."""
-        for unit in set(units).intersection(self._waiting) if self._waiting else ():
+    def _stop_waiting(self, units: Iterable[Unit]) -> None:
+        """Reshard those of `units` that wait, before they are gathered, as other ranks may have done already."""
+        for unit in {*units}.intersection(self._waiting) if self._waiting else ():
             unit.reshard()
             self._waiting.remove(unit)
 
-    def unshard_ahead(self, units: Sequence[Unit], is_backward: bool) -> None:
+    def unshard_ahead(self, units: Iterable[Unit], is_backward: bool) -> None:
         """Start to unshard units, small ones together."""
-        self._reshard_waiting(units)
-        for unit in units:
-            if not is_backward and unit.precision.full_in_eval:
-                unit.follow_mode()
         needed = [unit for unit in units if not is_backward or unit.policy.unshard_in_backward]
+        for unit in () if is_backward else needed:
+            unit.follow_mode()
         unshard_together(needed, self._small_bytes)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
@@ -572,6 +572,7 @@ class Runtime:
         self.has_deferred = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
         if any(handle.gradients.is_reduced for handle in self.handles):
             self.steps.end_backward()
+        self._waiting.clear()
         with torch.no_grad():
             self._usage.show_gradients()
             self._backward = None

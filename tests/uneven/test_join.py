@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardedGradScaler
-from tests.helpers.models import keep, nested_mlp
+from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
@@ -106,6 +107,34 @@ def test_what_steps_do_finished_ranks_do_too(case: Case) -> None:
             else:
                 {"optimizer": optimizer, "model": model}[case.zeroed_by].zero_grad(set_to_none=case.set_to_none)
             optimizer.param_groups[0]["lr"] *= 0.9  # only ranks with batches know of the schedule
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+
+
+class Recomputing(nn.Module):
+    """A unit with a layer behind another unit, which backward computes again."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner, self.own = wrap(nn.Linear(5, 5)), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(checkpoint(self.inner, x, use_reentrant=False).tanh())
+
+
+@on_ranks(3)
+def test_finished_ranks_serve_a_checkpoint_inside_of_a_unit() -> None:
+    torch.set_default_dtype(torch.float64)
+    plain = nn.Sequential(Recomputing(keep), nn.Linear(5, 1))
+    inside = nn.Sequential(FullyShardedDataParallel(Recomputing(FullyShardedDataParallel)), nn.Linear(5, 1))
+    model = FullyShardedDataParallel(inside)
+    model.load_state_dict(plain.state_dict())
+    train_plain(plain)
+    optimizer = make_adam(model)
+    with fsdp.join(model, optimizer):
+        for batch in batches(dist.get_rank(), COUNTS[dist.get_rank()]):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
 
 
