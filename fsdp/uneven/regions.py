@@ -446,10 +446,7 @@ class Visits(Participation):
         for unit in mixed:
             if unit.state is not TrainingState.FORWARD:
                 unit.reshard()  # it may be unsharded on some ranks only
-        touched, self._touched = self._touched, set()
-        for handle in touched:
-            if handle.requires_grad and not handle.gradients.is_reduced:
-                handle.gradients.owe()  # all ranks must reduce it in the end
+        self._touched.clear()
 
     def announce(self, message: Message) -> list[Message]:
         """Announce this rank's next operation, and take part in earlier ones; return the messages of all ranks."""

@@ -235,6 +235,39 @@ def sent() -> Iterator[list[str]]:
 
 # Ways to call it
 
+class PartInAPart(nn.Module):
+    """A part with a layer that always runs, and one that runs by choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, run_here: bool) -> Tensor:
+        found = fsdp.cond(self.inner, run_here, x)
+        return self.always(x if found is None else x + found)
+
+
+class PartsOfOneUnit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.part = nn.Linear(4, 4), PartInAPart()
+
+    def forward(self, x: Tensor, runs: bool, runs_inner: bool) -> Tensor:
+        x = self.entry(x)
+        found = fsdp.cond(self.part, runs, x, runs_inner)
+        return x if found is None else x + found
+
+
+@on_ranks(2)
+def test_a_part_that_nobody_ran_has_no_gradient_after_no_sync() -> None:
+    model: Any = FullyShardedDataParallel(PartsOfOneUnit(), flatten_parameters=False)
+    with model.no_sync():
+        model(torch.ones(2, 4), dist.get_rank() == 0, False).sum().backward()
+    model(torch.ones(2, 4), False, False).sum().backward()
+    used = {name for name, param in model.named_parameters() if param.grad is not None}
+    assert used == {"entry.weight", "entry.bias", "part.always.weight", "part.always.bias"}
+
+
 
 @on_ranks(3)
 def test_a_part_runs_without_gradients() -> None:
