@@ -44,6 +44,7 @@ class Bucket:
     divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
     brings_nothing: bool = False  # no rank has a gradient that is new since the last backward
     is_abandoned: bool = False  # its results are not wanted any more
+    steps: int = 0  # of `reduce` that have been taken
 
     def reduce(self) -> Stages:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
@@ -157,6 +158,7 @@ class Reductions:
         self._companions: dict[FlatParamHandle, list[FlatParamHandle]] = {}
         self._waiting: dict[int, Bucket] = {}  # by the number of the first companion
         self._most_in_flight = 1
+        self._keeps = False  # in this backward, ranks may start reductions in different orders
         self._brings_nothing = False
 
     def begin(self, handles: Iterable[FlatParamHandle], in_flight: int, *, brings_nothing: bool) -> None:
@@ -167,7 +169,7 @@ class Reductions:
             in_flight: so many reductions may go on while another one is started.
             brings_nothing: on all ranks, it only reduces gradients of earlier backwards.
         """
-        self._brings_nothing = brings_nothing
+        self._brings_nothing, self._keeps = brings_nothing, False
         self._most_in_flight = in_flight
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
@@ -190,42 +192,54 @@ class Reductions:
         Args:
             handle: whose gradient.
             divisor: of the sum.
-            keep: don't wait for older ones, however many, before `drain`: other ranks may be about to do something in
-                which they need this one, before they send theirs.
+            keep: don't wait for others, however many, from here on to the end of the backward: other ranks may be about
+                to do something in which they need this one, before they send theirs.
         """
+        self._keeps = self._keeps or keep
         companions = self._companions.get(handle)
         if companions is None:
-            self._start(Bucket({handle: divisor}, self._brings_nothing), keep)
+            self._start(Bucket({handle: divisor}, self._brings_nothing))
             return
         first = companions[0].tags.number
         bucket = self._waiting.setdefault(first, Bucket(brings_nothing=self._brings_nothing))
         bucket.divisors[handle] = divisor
         if len(bucket.divisors) == len(companions):
-            self._start(self._waiting.pop(first), keep)
+            self._start(self._waiting.pop(first))
 
-    def drain(self, left: int = 1) -> None:
-        """Wait for all but the last one, or so many."""
-        while older := self._in_flight[: len(self._in_flight) - left]:
-            for reduction in older[::-1]:
+    def drain(self) -> None:
+        """Wait for all: first for those whose next stage other ranks may await already."""
+        while self._in_flight:
+            least = min(bucket.steps for bucket, _ in self._in_flight)
+            for reduction in self._in_flight[::-1]:
+                if reduction[0].steps == least:
+                    self._advance(reduction)
+
+    def release(self) -> None:
+        """Let go of unsharded gradients but the last, while ranks run different modules.
+
+        A stage after the first begins on each rank when it has awaited the first: only `drain` waits for such a stage.
+        """
+        for reduction in self._in_flight[:-1]:
+            if reduction[0].steps == 1:
                 self._advance(reduction)
 
     def finish(self) -> None:
         """Send the gradients that still wait, and wait until every shard has its gradient."""
         for first in sorted(self._waiting):
             self._start(self._waiting.pop(first))
-        self.drain(left=0)
+        self.drain()
 
     def abandon(self) -> None:
         """After a failed backward: let reductions in flight end, and forget their results, and those that wait."""
         self._waiting.clear()
         for bucket, _ in self._in_flight:
             bucket.is_abandoned = True  # gradients may have been zeroed since
-        self.drain(left=0)
+        self.drain()
 
-    def _start(self, bucket: Bucket, keep: bool = False) -> None:
+    def _start(self, bucket: Bucket) -> None:
         # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
         # can hold a unit's unsharded gradient, and is to send across replicas meanwhile: it goes first.
-        count = 0 if keep else max(0, len(self._in_flight) + 1 - self._most_in_flight)
+        count = 0 if self._keeps else max(0, len(self._in_flight) + 1 - self._most_in_flight)
         older, started = self._in_flight[:count][::-1], (bucket, bucket.reduce())
         self._in_flight.append(started)
         for reduction in (started, *older):
@@ -234,6 +248,7 @@ class Reductions:
     def _advance(self, reduction: tuple[Bucket, Stages]) -> None:
         place = self._in_flight.index(reduction)
         del self._in_flight[place]  # also if it raises
-        _, stages = reduction
+        bucket, stages = reduction
+        bucket.steps += 1
         if next(stages, stages) is not stages:
             self._in_flight.insert(place, reduction)

@@ -408,7 +408,7 @@ class Runtime:
             self.passes.reach(unit.name)
             self.participation.reach(call)
             if self.participation.is_uneven:
-                self._reductions.drain()
+                self._reductions.release()
             backward.reach(call.number)
             if backward.reached > 1:  # re-entrant checkpoints bring unannounced gradients in each call anew
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
