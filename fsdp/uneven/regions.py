@@ -102,7 +102,8 @@ def position_at(place: int, level: int = 0, base: int = 0) -> int:
     """The position of a place (from 1 on) in the root's forward, or at a `level` in the visit at position `base`."""
     if level >= LEVELS:
         raise RuntimeError(
-            f"fsdp.cond: modules that not every rank runs can be {LEVELS - 1} deep in each other at most"
+            f"fsdp.cond: modules that not every rank runs can be {LEVELS - 1} deep in each other at most, inside of "
+            f"fsdp.join {LEVELS - 2}"
         )
     return base + (place << _BITS * (LEVELS - 1 - level))
 
@@ -246,6 +247,7 @@ class Visits(Participation):
         self._positions: dict[Unit, int] = {}
         self._within: dict[Unit, Region] = {}  # in which units ran last
         self._without_graph: set[Unit] = set()  # whose last forward has no graph on this rank
+        self._has_recomputed = False  # units whose forward had a graph, since backward came to a call
         self._of_root: Visit | None = None
 
     @property
@@ -317,6 +319,7 @@ class Visits(Participation):
         # Checkpointing that keeps the graph begins with the first tensor that backward misses. The part of this tensor
         # depends on the modules that the rank ran. (Re-entrant checkpointing begins at the same place on all ranks.)
         if is_recomputed and self.is_uneven and unit not in self._without_graph:
+            self._has_recomputed = True
             self._unshard(unit, is_backward, None)
             return None
         open_region = self._open[-1].region if self._open else None
@@ -385,6 +388,7 @@ class Visits(Participation):
         self.is_uneven = bool(self._owed)
         reduces = all(unit.policy.sync is not GradientSync.NONE for unit in self._runtime.units)
         listed = [param for handle in self._directory.handles for param in handle.listed_params]
+        self._has_recomputed = False
         self._mode = reduces + 2 * all(param.grad is None for param in listed)
 
     def reach(self, call: Call) -> None:
@@ -398,7 +402,11 @@ class Visits(Participation):
                     "backward after each forward."
                 )
             place.visit.reached.add(call)
-        self._wait_before(place.position)
+        if self._has_recomputed:  # other ranks may recompute mixed visits yet, before they come here
+            self._has_recomputed = False
+            self._wait_at(place.position)
+        else:
+            self._wait_before(place.position)
 
     def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
         """Announce a gradient that is about to be reduced; False if only some ranks have a part of it, until all do."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -122,6 +123,52 @@ def test_a_unit_that_all_ranks_recompute_waits_for_the_backward_of_later_parts(n
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+class PartBetweenUnits(nn.Module):
+    """A part between two units that all ranks run, perhaps all of it computed again in backward."""
+
+    def __init__(self, wrap: Wrap, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.before, self.part, self.after = (wrap(nn.Linear(4, 4)) for _ in range(3))
+        self.exit = nn.Linear(4, 1)
+
+    def compute(self, x: Tensor, run_here: bool, cond: Callable[..., Any]) -> Tensor:
+        x = self.before(x).tanh()
+        found = cond(self.part, run_here, x)
+        return self.after(x if found is None else x + found).tanh()
+
+    def forward(self, x: Tensor, run_here: bool, cond: Callable[..., Any]) -> Tensor:
+        args = (x, run_here, cond)
+        found = checkpoint(self.compute, *args, use_reentrant=False) if self.recomputes else self.compute(*args)
+        return self.exit(found)
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "options"),
+    [
+        (True, {}),
+        (False, {"bucket_cap_mb": 0, "sharding_strategy": fsdp.ShardingStrategy.NO_SHARD}),
+        (True, {"bucket_cap_mb": 0, "sharding_strategy": fsdp.ShardingStrategy.NO_SHARD}),
+    ],
+)
+@on_ranks(2)
+def test_a_part_between_units_of_all_ranks_has_its_backward(recomputes: bool, options: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    wrap = partial(FullyShardedDataParallel, **options)
+    plain, model = PartBetweenUnits(keep, recomputes), wrap(PartBetweenUnits(wrap, recomputes))
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for runs in ([True, False], [False, True]):
+        batches = torch.randn(2, 3, 4)
+        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
+        for batch, run_here in zip(batches, runs, strict=True):
+            (plain(batch, run_here, directly).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(3)
 def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8() -> None:
     pair = Pair()
@@ -188,6 +235,39 @@ def test_an_accumulated_gradient_of_some_ranks_is_reduced_when_nobody_runs_the_p
     pair.assert_close()
 
 
+class PartInAPart(nn.Module):
+    """A part with a layer that always runs, and one that runs by choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, run_here: bool) -> Tensor:
+        found = fsdp.cond(self.inner, run_here, x)
+        return self.always(x if found is None else x + found)
+
+
+class PartsOfOneUnit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.part = nn.Linear(4, 4), PartInAPart()
+
+    def forward(self, x: Tensor, runs: bool, runs_inner: bool) -> Tensor:
+        x = self.entry(x)
+        found = fsdp.cond(self.part, runs, x, runs_inner)
+        return x if found is None else x + found
+
+
+@on_ranks(2)
+def test_a_part_that_nobody_ran_has_no_gradient_after_no_sync() -> None:
+    model: Any = FullyShardedDataParallel(PartsOfOneUnit(), flatten_parameters=False)
+    with model.no_sync():
+        model(torch.ones(2, 4), dist.get_rank() == 0, False).sum().backward()
+    model(torch.ones(2, 4), False, False).sum().backward()
+    used = {name for name, param in model.named_parameters() if param.grad is not None}
+    assert used == {"entry.weight", "entry.bias", "part.always.weight", "part.always.bias"}
+
+
 # What is sent
 
 
@@ -234,39 +314,6 @@ def sent() -> Iterator[list[str]]:
 
 
 # Ways to call it
-
-class PartInAPart(nn.Module):
-    """A part with a layer that always runs, and one that runs by choice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, run_here: bool) -> Tensor:
-        found = fsdp.cond(self.inner, run_here, x)
-        return self.always(x if found is None else x + found)
-
-
-class PartsOfOneUnit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry, self.part = nn.Linear(4, 4), PartInAPart()
-
-    def forward(self, x: Tensor, runs: bool, runs_inner: bool) -> Tensor:
-        x = self.entry(x)
-        found = fsdp.cond(self.part, runs, x, runs_inner)
-        return x if found is None else x + found
-
-
-@on_ranks(2)
-def test_a_part_that_nobody_ran_has_no_gradient_after_no_sync() -> None:
-    model: Any = FullyShardedDataParallel(PartsOfOneUnit(), flatten_parameters=False)
-    with model.no_sync():
-        model(torch.ones(2, 4), dist.get_rank() == 0, False).sum().backward()
-    model(torch.ones(2, 4), False, False).sum().backward()
-    used = {name for name, param in model.named_parameters() if param.grad is not None}
-    assert used == {"entry.weight", "entry.bias", "part.always.weight", "part.always.bias"}
-
 
 
 @on_ranks(3)
