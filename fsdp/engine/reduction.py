@@ -207,12 +207,10 @@ class Reductions:
             self._start(self._waiting.pop(first))
 
     def drain(self) -> None:
-        """Wait for all: first for those whose next stage other ranks may await already."""
+        """Wait for all: in each turn first for those whose next stage other ranks may await already."""
         while self._in_flight:
-            least = min(bucket.steps for bucket, _ in self._in_flight)
-            for reduction in self._in_flight[::-1]:
-                if reduction[0].steps == least:
-                    self._advance(reduction)
+            for reduction in sorted(self._in_flight, key=lambda one: one[0].steps):
+                self._advance(reduction)
 
     def release(self) -> None:
         """Let go of unsharded gradients but the last, while ranks run different modules.
