@@ -112,15 +112,15 @@ def gathers() -> Iterator[list[str]]:
     """The names of the units whose parameters are gathered, in order."""
     seen: list[str] = []
 
-    def exchange(handle: FlatParamHandle, *sent: Any, do: Callable[..., Any] = FlatParamHandle._exchange) -> Any:
-        seen.append(handle.unit_name.removeprefix("root (").removesuffix(")"))
-        return do(handle, *sent)
+    def noted(do: Callable[..., Any]) -> Callable[..., Any]:
+        def method(handle: FlatParamHandle, *args: Any) -> Any:
+            seen.append(handle.unit_name.removeprefix("root (").removesuffix(")"))
+            return do(handle, *args)
 
-    def expect(handle: FlatParamHandle, pending: Any, do: Callable[..., Any] = FlatParamHandle.expect) -> Any:
-        seen.append(handle.unit_name)  # together with others
-        return do(handle, pending)
+        return method
 
-    with mock.patch.multiple(FlatParamHandle, _exchange=exchange, expect=expect):
+    alone, together = noted(FlatParamHandle._exchange), noted(FlatParamHandle.expect)
+    with mock.patch.multiple(FlatParamHandle, _exchange=alone, expect=together):
         yield seen
 
 
@@ -320,7 +320,7 @@ def test_a_profiler_shows_what_is_done_for_which_module() -> None:
     shown = {event.key for event in profiler.key_averages()}
     assert "FSDP::all_gather_wait (trunk.2)" in shown
     # Small units are gathered and reduced together: the label says from which unit to which.
-    assert {"FSDP::all_gather (trunk to gate)", "FSDP::all_gather (gate to trunk.2)"} <= shown
+    assert {"FSDP::all_gather (root (FSDPUneven) to gate)", "FSDP::all_gather (gate to trunk.2)"} <= shown
     assert any(key.startswith("FSDP::reduce_scatter (") for key in shown), sorted(filter(lambda k: "FSDP" in k, shown))
 
 
