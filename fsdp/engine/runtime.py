@@ -247,7 +247,7 @@ class Runtime:
         return order
 
     def _stop_waiting(self, units: Iterable[Unit]) -> None:
-        """Reshard those of `units` that wait, before they are gathered, as other ranks may have done already."""
+        """Reshard the waiting ones among `units` before an all-gather, as other ranks may have done already."""
         for unit in {*units}.intersection(self._waiting) if self._waiting else ():
             unit.reshard()
             self._waiting.remove(unit)
