@@ -104,6 +104,8 @@ class ForwardHooks:
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
             output = map_tensors(partial(_outlive_buffers, unit.runtime.unsharded_after(unit)), output)
+            if unit.runtime.participation.may_differ:
+                output = map_tensors(_in_graph, output)
             if unit.precision.output is not None:
                 output = cast_floats(output, unit.precision.output)
         if self._clear_autocast_cache:
@@ -173,6 +175,11 @@ def _outlive_buffers(handles: Sequence[FlatParamHandle], tensor: Tensor) -> Tens
         if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
             return tensor.clone()
     return tensor
+
+
+def _in_graph(tensor: Tensor) -> Tensor:
+    # A leaf that is passed through tells of no backward, in which other ranks come to the unit and gather it.
+    return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
 
 
 def forward_hooks_of(module: nn.Module) -> ForwardHooks:

@@ -20,9 +20,11 @@ class Participation:
 
     Attributes:
         is_uneven: ranks run, or recompute, different modules in the backward that runs.
+        may_differ: ranks may run different modules in a unit.
     """
 
     is_uneven = False
+    may_differ = False
 
     @property
     def is_joining(self) -> bool:

@@ -226,6 +226,8 @@ class Visits(Participation):
     Calls that the runtime began earlier have positions before all others.
     """
 
+    may_differ = True
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._directory = Directory(runtime)

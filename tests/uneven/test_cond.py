@@ -169,6 +169,45 @@ def test_a_part_between_units_of_all_ranks_has_its_backward(recomputes: bool, op
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+class PassingThrough(nn.Module):
+    """A unit that returns its input where its part does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, run_here: bool, cond: Callable[..., Any]) -> Tensor:
+        found = cond(self.part, run_here, x)
+        return x if found is None else x + found
+
+
+class BehindALeaf(nn.Module):
+    def __init__(self, wrap: Wrap, recomputes: bool) -> None:
+        super().__init__()
+        self.block, self.exit, self.recomputes = wrap(PassingThrough()), nn.Linear(4, 1), recomputes
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        x = x.detach().requires_grad_()
+        found = checkpoint(self.block, x, *args, use_reentrant=True) if self.recomputes else self.block(x, *args)
+        return self.exit(found)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@on_ranks(2)
+def test_a_unit_that_returns_its_input_on_some_ranks_has_its_backward(recomputes: bool) -> None:
+    rank = dist.get_rank()
+    plain = BehindALeaf(keep, recomputes)
+    model = FullyShardedDataParallel(BehindALeaf(FullyShardedDataParallel, recomputes))
+    model.load_state_dict(plain.state_dict())
+    for runs in ([True, False], [False, True]):
+        batches = torch.randn(2, 3, 4)
+        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
+        for batch, run_here in zip(batches, runs, strict=True):
+            (plain(batch, run_here, directly).square().sum() / 2).backward()
+    norm = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), norm)
+
+
 @on_ranks(3)
 def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8() -> None:
     pair = Pair()
