@@ -223,7 +223,8 @@ class Runtime:
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start the following units; returns their order, None if ranks have no common order."""
         usual = self._backward_order if is_backward else self._forward_order
-        self._stop_waiting([unit])
+        if self._waiting:
+            self._stop_waiting([unit])
         order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
         is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
         own, due, later = NOTHING if order is None else order.enter(unit, is_needed and unit.is_incomplete)
@@ -231,13 +232,13 @@ class Runtime:
             asked = unit.policy.backward_prefetch if is_backward else unit.policy.forward_prefetch
             if asked is not None:
                 own, due, later = (), asked, ()
-        self._stop_waiting(own)
+        if self._waiting:
+            self._stop_waiting([*own, *due])
         if own and not own[-1].is_in_use:
             self.unshard_ahead(own, is_backward)
         if is_needed:
             unit.unshard()
         if due:
-            self._stop_waiting(due)
             self.unshard_ahead(due, is_backward)
         for following in later if self._reads_ahead else ():
             following.read_ahead()
@@ -248,15 +249,16 @@ class Runtime:
 
     def _stop_waiting(self, units: Iterable[Unit]) -> None:
         """Reshard the waiting ones among `units` before an all-gather, as other ranks may have done already."""
-        for unit in {*units}.intersection(self._waiting) if self._waiting else ():
+        for unit in {*units}.intersection(self._waiting):
             unit.reshard()
             self._waiting.remove(unit)
 
     def unshard_ahead(self, units: Iterable[Unit], is_backward: bool) -> None:
         """Start to unshard units, small ones together."""
         needed = [unit for unit in units if not is_backward or unit.policy.unshard_in_backward]
-        for unit in () if is_backward else needed:
-            unit.follow_mode()
+        for unit in needed:
+            if not is_backward and unit.precision.full_in_eval:
+                unit.follow_mode()
         unshard_together(needed, self._small_bytes)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:

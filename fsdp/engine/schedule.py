@@ -71,9 +71,10 @@ class _Record(Generic[T]):
 
     def enter(self, item: T) -> int:
         """Record an item; return its place, or -1 if it was not expected, or no pass was recorded."""
-        self.on_course = self.next is item
+        place = len(self.current)
         self.current.append(item)
-        return len(self.current) - 1 if self.on_course else -1
+        self.on_course = self.on_course and place < len(self.last) and self.last[place] is item
+        return place if self.on_course else -1
 
 
 class ExecutionOrder(Generic[T]):
@@ -119,8 +120,7 @@ class ExecutionOrder(Generic[T]):
         is_first = not self._runs.current
         self._runs.enter(item)
         # A pass may begin with items that are here from the pass before.
-        begins = not self._has_gathered and self._gathers.next is item
-        if is_gathered or begins:
+        if is_gathered or (not self._has_gathered and self._gathers.next is item):
             self._has_gathered |= is_gathered
             place = self._gathers.enter(item)
             return self._expected.get(place, NOTHING) if place >= 0 else NOTHING

@@ -401,7 +401,8 @@ class Unit:
     @property
     def is_incomplete(self) -> bool:
         """Return whether any of its parameters are not there to compute with."""
-        return any(handle.phase is not Phase.UNSHARDED for handle in self.handles)
+        phases = list(map(_phase_of, self.handles))
+        return phases.count(Phase.UNSHARDED) < len(phases)
 
     @property
     def is_unsharding(self) -> bool:
