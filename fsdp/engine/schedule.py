@@ -131,6 +131,7 @@ class ExecutionOrder(Generic[T]):
         return self.is_settled and self._runs.at_end
 
     def _predicted(self, order: Sequence[T]) -> dict[int, Expected]:
+        """Return the expected buckets at each place of a pass in this order, and at -1 those at its beginning."""
         buckets, begins, due = list[list[T]](), list[int](), list[int]()  # and the places where they begin and are due
         filled, seen = 0.0, dict[int, int]()  # the bytes of the last bucket; and where each item was seen last
         for place, item in enumerate(order):
@@ -138,6 +139,7 @@ class ExecutionOrder(Generic[T]):
             if place and item is order[place - 1]:
                 continue  # it is here until it is gathered again
             filled += self._nbytes(item)
+            # A bucket with an item that has just run could not be gathered before it begins.
             if not buckets or filled > self._limit or before >= begins[-1] - 1:
                 due.append(begins[-1] if begins else -1)
                 begins.append(place)
