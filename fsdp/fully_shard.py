@@ -482,11 +482,11 @@ class FSDPModule(_Base):
             unit.policy.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Prefetch these modules, in this order, in this module's forward, instead of the next expected module."""
+        """Prefetch these modules in forward, in this order, not the expected one. Set the same ones on every rank."""
         _of(self).policy.forward_prefetch = _sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Prefetch these modules, in this order, in this module's backward, instead of the next expected module."""
+        """Prefetch these modules in backward, in this order, not the expected one. Set the same ones on every rank."""
         _of(self).policy.backward_prefetch = _sharded(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

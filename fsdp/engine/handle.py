@@ -385,8 +385,8 @@ class FlatParamHandle:
 
     @property
     def is_gathered_plainly(self) -> bool:
-        """True if the shard itself is sent, in the dtype of the computation, from the device of the computation."""
-        return self.is_sharded and self.unsharded.is_exact and self.kept_shard is None and self.storage.is_resident
+        """True if the shard itself is sent, in the dtype of the computation. All ranks have the same answer."""
+        return self.is_sharded and self.unsharded.is_exact and self.kept_shard is None
 
     def expect(self, pending: Pending) -> None:
         """After `begin_unshard`: one message brings the parameters of this handle and of others."""

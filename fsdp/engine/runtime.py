@@ -234,7 +234,7 @@ class Runtime:
                 own, due, later = (), asked, ()
         if self._waiting:
             self._stop_waiting([*own, *due])
-        if own and not own[-1].is_in_use:
+        if own and not own[-1].is_unsharding:
             self.unshard_ahead(own, is_backward)
         if is_needed:
             unit.unshard()

@@ -206,13 +206,25 @@ class _Part(Pending):
 
 
 def _gather(handles: Sequence[FlatParamHandle]) -> None:
-    first, last = handles[0], handles[-1]
-    shards = torch.cat([handle.shard_in(handle.unsharded.full.dtype) for handle in handles])
-    full = shards.new_empty(first.comm.world_size * shards.numel())
-    tag: Tag = tuple(handle.tags.gather for handle in handles)
-    what, tag = in_stage(first.passes.stage, f"all-gather of {first.name} to {last.name}", tag)
-    name = f"{first.unit_name} to {last.unit_name}"
-    message = labelled("all_gather", name, first.comm.all_gather, full, shards, what, tag)
-    parts = full.view(first.comm.world_size, -1).split([handle.layout.shard_numel for handle in handles], dim=1)
+    first, sizes = handles[0], [handle.layout.shard_numel for handle in handles]
+    full = first.unsharded.full.new_empty(first.comm.world_size * sum(sizes))
+    elsewhere = next((handle.storage for handle in handles if handle.storage.is_elsewhere), None)
+    if elsewhere is None:
+        message = _exchange(full, handles)
+    else:  # shards are copied beside the computation
+        with elsewhere.copy_stream.fork():
+            message = _exchange(full, handles)
+        message = message.after(elsewhere.copy_stream.arrival())
+    parts = full.view(first.comm.world_size, -1).split(sizes, dim=1)
     for handle, part in zip(handles, parts, strict=True):
         handle.expect(_Part(message, part, handle.unsharded))
+
+
+def _exchange(full: Tensor, handles: Sequence[FlatParamHandle]) -> Pending:
+    first, last = handles[0], handles[-1]
+    shards = torch.cat([handle.shard_in(full.dtype) for handle in handles])
+    tag: Tag = tuple(handle.tags.gather for handle in handles)
+    what, tag = in_stage(first.passes.stage, f"all-gather of {first.name} to {last.name}", tag)
+    return labelled(
+        "all_gather", f"{first.unit_name} to {last.unit_name}", first.comm.all_gather, full, shards, what, tag
+    )

@@ -400,9 +400,8 @@ class Unit:
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether any of its parameters are not there to compute with."""
-        phases = list(map(_phase_of, self.handles))
-        return phases.count(Phase.UNSHARDED) < len(phases)
+        """Return whether any of its parameters are not there to compute with, or of a shard that has changed since."""
+        return any(handle.phase is not Phase.UNSHARDED or not handle.is_unsharded for handle in self.handles)
 
     @property
     def is_unsharding(self) -> bool:

@@ -11,8 +11,11 @@ Attributes = dict[str, Any]
 
 def attributes_of(param: Tensor) -> Attributes:
     """Return the attributes that users have set on a parameter, and not its class."""
+    found = vars(param)
+    if not found:
+        return {}
     own = {name for kind in type(param).__mro__ for name in vars(kind).get("__annotations__", ())}
-    return {name: value for name, value in vars(param).items() if name not in own and not name.startswith(_NOT_SET)}
+    return {name: value for name, value in found.items() if name not in own and not name.startswith(_NOT_SET)}
 
 
 _NOT_SET = "__", "_dynamo"  # by users

@@ -20,11 +20,10 @@ class Wrapper(nn.Module):
 
     def _module_of(self, name: str, value: Any = None) -> nn.Module | None:
         """Return the wrapped module if a name is to be assigned or deleted there, else None."""
-        if name in self.__dict__ or hasattr(type(self), name) or _has(self, name):
-            return None
         inside = self._wrapped()
-        is_meant = inside is not None and (isinstance(value, (nn.Module, nn.Parameter)) or _knows(inside, name))
-        return inside if is_meant else None
+        if inside is None or name in self.__dict__ or hasattr(type(self), name) or _has(self, name):
+            return None
+        return inside if isinstance(value, (nn.Module, nn.Parameter)) or _knows(inside, name) else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         inside = self._module_of(name, value)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
@@ -79,6 +81,16 @@ def messages() -> Iterator[list[str]]:
         yield seen
 
 
+def assert_trains_alike(plain: nn.Module, model: nn.Module, steps: int) -> None:
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    for _ in range(steps):
+        losses = [step(each) for each in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @parametrize_pairs(
     world_size=[2, 3],
     form=list(FORMS),
@@ -88,14 +100,44 @@ def messages() -> Iterator[list[str]]:
 @on_ranks("world_size")
 def test_a_model_trains_as_the_plain_one(form: str, order: str, limit: int) -> None:
     plain, model = chain(order), chain(order, FORMS[form]())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     with small(limit):
-        for _ in range(4):
-            losses = [step(each) for each in (plain, model)]
-            torch.testing.assert_close(losses[1], losses[0])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        assert_trains_alike(plain, model, steps=4)
+
+
+def offloaded(offload: str, folder: Path) -> nn.Module:
+    options = {"offload_folder": folder} if offload == "disk" else {}
+    return chain("abcd", FORMS["flat"](offload=offload, **options))
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@on_ranks(2)
+def test_one_rank_may_keep_its_shards_elsewhere(tmp_path: Path, offload: str) -> None:
+    plain, model = chain("abcd"), offloaded(offload, tmp_path) if dist.get_rank() else chain("abcd", FORMS["flat"]())
+    assert_trains_alike(plain, model, steps=4)
+
+
+@on_ranks(2)
+def test_one_rank_may_keep_parameters_after_backward() -> None:
+    plain, model = chain("abcd"), chain("abcd")
+    for name in "bcd":
+        fsdp.fully_shard(model.get_submodule(name))
+    fsdp.fully_shard(model)
+    assert_trains_alike(plain, model, steps=2)
+    cast(fsdp.FSDPModule, model).set_reshard_after_backward(not dist.get_rank())
+    assert_trains_alike(plain, model, steps=3)
+
+
+@on_ranks(2)
+def test_parameters_that_a_step_has_changed_come_together_again() -> None:
+    model = chain("abcd", FORMS["rows"]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cast(fsdp.FSDPModule, model).set_reshard_after_backward(False)
+    for _ in range(3):
+        step(model)
+        optimizer.step()
+    with messages() as seen:
+        step(model)
+    assert seen == ["a to d", "c to a"]
 
 
 @pytest.mark.parametrize("form", FORMS)
