@@ -5,6 +5,7 @@ PYTHONPATH=. torchrun --nproc-per-node 4 docs/pictures/concepts.py
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -188,6 +189,7 @@ def strategies(path: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    os.environ["FSDP_SHARED_MEMORY"] = "0"  # bytes are counted in sockets
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         print("drawing")

@@ -10,7 +10,7 @@ Without observers, an event costs a look at an empty tuple.
 | `backward` | when backward has reached outputs of the unit | the unit |
 | `gradient` | before a gradient joins those of its flat parameter | the handle, the parameter's number, the gradient |
 | `gradients_complete` | when a flat parameter has all gradients | the unit, the handle |
-| `unshard`, `reshard` | after the unit was unsharded, or resharded | the unit |
+| `unshard`, `reshard` | after the unit was unsharded, before it is resharded | the unit |
 | `backward_end` | when a backward has ended; of the outermost unit | nothing |
 | `step`, `step_end` | before and after the step of an optimizer; of the outermost unit | the optimizer |
 """

@@ -245,6 +245,8 @@ class Runtime:
         if is_needed:
             for handle in unit.handles:
                 handle.begin_compute()
+            for notify in unit.observers.unshard:
+                notify(unit)
         return order
 
     def _stop_waiting(self, units: Iterable[Unit]) -> None:

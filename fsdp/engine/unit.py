@@ -448,10 +448,10 @@ class Unit:
             handle.settle()
 
     def reshard(self, *, is_needed: bool = False) -> None:
-        for handle in self.handles:
-            handle.free(is_needed=is_needed)
         for notify in self.observers.reshard:
             notify(self)
+        for handle in self.handles:
+            handle.free(is_needed=is_needed)
 
     def release(self) -> None:
         """Free all parameters but the shards."""

@@ -191,7 +191,7 @@ class _Recorder:
         self.memory: list[tuple[int, int]] = []
         self._runtime, self._stepped = runtime, stepped
         self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
-        self.unshard(runtime.root)
+        self._note_memory()
 
     def _begin(self, kind: str, of: object, name: str) -> None:
         self._open.setdefault((kind, of), (name, time.time_ns()))
@@ -229,6 +229,7 @@ class _Recorder:
 
     def backward_end(self) -> None:
         self._end_backwards()
+        self._note_memory()
 
     def _end_backwards(self, but: Unit | None = None) -> None:
         for kind, of in reversed(list(self._open)):
@@ -236,6 +237,11 @@ class _Recorder:
                 self._end(kind, of)
 
     def unshard(self, unit: Unit) -> None:
+        self._note_memory()
+
+    reshard = unshard
+
+    def _note_memory(self) -> None:
         nbytes = 0
         for handle in self._runtime.handles:
             gradients, shard = handle.gradients, handle.flat_param
@@ -245,8 +251,6 @@ class _Recorder:
             if not gradients.is_empty:
                 nbytes += gradients.layout.padded_numel * gradients.dtype.itemsize
         self.memory.append((time.time_ns(), nbytes))
-
-    reshard = unshard
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begin(STEP, optimizer, type(optimizer).__name__)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp.distributed import communicator
 from fsdp.distributed.communicator import Pending
 from fsdp.engine.runtime import Runtime
@@ -145,6 +145,28 @@ def test_every_unit_pass_wait_and_step_is_there(ranks: RankPool) -> None:
         assert max(nbytes for _, nbytes in record.memory) > 2 * shards
         assert all(begin <= end for _, _, begin, end in record.spans)
     assert [line.split()[0] for line in table.splitlines()[4:8]] == ["0", "1", "2", "all"]
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_memory_is_noted_where_it_is_largest(ranks: RankPool, strategy: ShardingStrategy) -> None:
+    ranks(2).run(_memory_is_noted_where_it_is_largest, strategy)
+
+
+def _memory_is_noted_where_it_is_largest(strategy: ShardingStrategy) -> None:
+    options = {"sharding_strategy": strategy, "bucket_cap_mb": 0}
+    layers = [FullyShardedDataParallel(nn.Linear(4, 4), **options) for _ in range(3)]
+    model = FullyShardedDataParallel(nn.Sequential(*layers), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    shard = layers[0].params[0].nbytes
+    with fsdp.trace(model) as trace, torch.no_grad():
+        model(torch.ones(2, 4))
+    unsharded = 2 * 80 if strategy is ShardingStrategy.FULL_SHARD else 0  # of a layer and the next one
+    assert max(nbytes for _, nbytes in trace.records[0].memory) == 3 * shard + unsharded
+    with fsdp.trace(model) as trace:
+        train(model, optimizer)
+    gradients = 3 * shard if strategy is ShardingStrategy.NO_SHARD else 80  # of the layer that computes
+    assert max(nbytes for _, nbytes in trace.records[0].memory) == 3 * shard + unsharded + gradients
 
 
 def test_the_file_is_in_the_trace_event_format(ranks: RankPool, tmp_path: Path) -> None:
