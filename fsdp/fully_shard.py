@@ -754,7 +754,7 @@ def _sharded(modules: Iterable[Any]) -> list[Unit]:
 
 def _no_buffers(method: str) -> str:
     return (
-        f"{method}: parameters are all-gathered straight into their places, without the buffers that this is about. "
+        f"{method}: large units are all-gathered straight into their places, without the buffers that this is about. "
         "Leave it out, or give set_custom_all_gather an object whose `allocate` returns such memory."
     )
 

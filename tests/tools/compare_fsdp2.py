@@ -82,7 +82,7 @@ DIFFERENCES = {
     "FSDPModule.set_post_optim_event": "the current stream waits, in whose order all-gathers are issued",
     "FSDPModule.set_reduce_scatter_max_input_buffers": "counts reductions that go on while another one starts",
     "FSDPModule.set_allocate_memory_from_process_group_for_comm": "an error on NCCL, as all-gathers go "
-    "straight into the parameters' places, without buffers; elsewhere no effect, as torch's",
+    "straight into the parameters' places in large units, without buffers; elsewhere no effect, as torch's",
     "FSDPModule.set_symm_mem_for_comm": "an error, for the same reason",
     "FSDPModule.set_unshard_in_backward": "an error of autograd if the parameters were needed",
     "FSDPModule.set_gradient_divide_factor": "works on gloo too",
