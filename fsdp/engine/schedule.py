@@ -225,6 +225,5 @@ def _exchange(full: Tensor, handles: Sequence[FlatParamHandle]) -> Pending:
     shards = torch.cat([handle.shard_in(full.dtype) for handle in handles])
     tag: Tag = tuple(handle.tags.gather for handle in handles)
     what, tag = in_stage(first.passes.stage, f"all-gather of {first.name} to {last.name}", tag)
-    return labelled(
-        "all_gather", f"{first.unit_name} to {last.unit_name}", first.comm.all_gather, full, shards, what, tag
-    )
+    name = first.unit_name if first.unit_name == last.unit_name else f"{first.unit_name} to {last.unit_name}"
+    return labelled("all_gather", name, first.comm.all_gather, full, shards, what, tag)

@@ -103,6 +103,17 @@ def test_a_profiler_shows_each_pass_of_each_unit(form: Callable[[], nn.Module]) 
 
 
 @on_ranks(2)
+def test_a_message_with_several_flat_parameters_of_one_unit_has_its_name() -> None:
+    model = FullyShardedDataParallel(nn.Linear(8, 2), flatten_parameters=False)
+    for _ in range(2):
+        step(model)
+    with profiled() as events:
+        step(model)
+    gathers = [event.name for event in events if event.name.startswith("FSDP::all_gather (")]
+    assert gathers == ["FSDP::all_gather (root (Linear))"]
+
+
+@on_ranks(2)
 def test_a_profiler_shows_sums_over_replicas() -> None:
     model = flat(sharding_strategy=ShardingStrategy.NO_SHARD)
     step(model)
