@@ -115,8 +115,8 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
     summoning = unit.request(Summoning)
     if summoning is not None and summoning.rank0_only:
         raise RuntimeError(
-            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
-            "it outside, with state_dict(rank0_only=True)."
+            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded, and "
+            "inside summon_shapes() no module has values. Take it outside, with state_dict(rank0_only=True)."
         )
     is_gathered = any(each.state is not TrainingState.SUMMON_FULL_PARAMS for _, each in units_in(unit))
     with saving(unit, asked) as form, form.progress.reported() if is_outermost and is_gathered else nullcontext():
