@@ -203,12 +203,17 @@ ORDERED = {
     "distributed/custom_collectives": "fully_shard/accelerator engine/written_at_once",
     "distributed/imagined": "wrap/plan",
     "distributed/messages": "distributed/check_messages distributed/collectives distributed/recovery",
+    "distributed/shared_memory": "distributed/shared_memory",
     "engine/gradient_hooks": "training/accelerator_uses",
     "engine/handle": "engine/written_at_once training/accelerator_uses layers/accelerator_offload",
+    "layers/host_copy": "layers/host_copy",
     "layers/recovery": "distributed/recovery",
+    "layers/standalone_handle": "layers/standalone_handle",
+    "layers/trace": "layers/trace",
     "engine/runtime engine/unit": "engine/written_at_once training/accelerator_uses",
     "layers/merged_writes": "engine/written_in_forward engine/written_at_once",
     "fully_shard": "engine/written_at_once training/accelerator_uses",
+    "lightning": "integrations/lightning_errors",
     "optim_utils/gather optim_utils/scatter": "engine/written_at_once optim_utils/public_functions optim_utils/memory",
     "layers/state_dict/redistribute layers/state_dict/summon": (
         "engine/written_at_once layers/state_dict/summon_forms layers/state_dict/state_dict_on_first "
