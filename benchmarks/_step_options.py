@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, among: Sequence[str], always: S
     add("--rounds", type=int, default=rounds, help="(%(default)s)")
     add("--steps", type=int, default=3, help="of each contestant in a round (%(default)s)")
     add("--foreach", action="store_true", help="AdamW by its foreach implementation, not fused")
-    add("--device", choices=DEVICES, default="cpu", help="cuda: NCCL, or gloo if ranks share GPUs; sim: no real times")
+    add("--device", choices=DEVICES, default="cpu", help="cuda: NCCL, also if ranks share GPUs; sim: no real times")
     add(
         "--only",
         nargs="+",

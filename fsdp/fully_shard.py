@@ -115,9 +115,9 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module that no module inside has sharded: each becomes a `DTensor`.
 
-    Call it on inner modules first, then on those around them; one module's parameters, and the next one's, are
-    unsharded at a time. The module stays what it is and where it is; its class becomes ``FSDP<Class>``, a subclass of
-    its own, with the methods of `FSDPModule`. Make the optimizer afterwards.
+    Call it on inner modules first, then on those around them; one module's parameters, and the next one's (or small
+    ones' of up to 1 MiB), are unsharded at a time. The module stays what it is and where it is; its class becomes
+    ``FSDP<Class>``, a subclass of its own, with the methods of `FSDPModule`. Make the optimizer afterwards.
 
     Modules of a list are one unit: all are unsharded when the first of them computes, and resharded when each has, or
     at the end of the forward that they are in. ``fully_shard.state(module)`` returns the state of a sharded module, the
@@ -152,7 +152,7 @@ def fully_shard(
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for what is no module, no mesh, and for integer parameters.
+        TypeError: for what is no module, no mesh, and for parameters of torch's quantised dtypes.
         ValueError: for containers without a forward, and modules that are sharded already; for `DTensor`s that are
             not on another dimension of the same mesh; for placements that a parameter cannot have; for dtypes that
             cannot be trained as asked.

@@ -54,8 +54,8 @@ class FullyShardedDataParallel(Wrapper):
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
     dtype and `requires_grad`), of which every rank keeps an equal shard. They are all-gathered when the module runs,
     and resharded afterwards; in backward, gradients are averaged over the ranks, and each rank keeps its shard. Wrap
-    inner modules first, as `fsdp.shard` does: only one wrapper's parameters, and the next one's, are unsharded at a
-    time. Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
+    inner modules first, as `fsdp.shard` does: only one wrapper's parameters, and the next one's (or small ones' of up
+    to 1 MiB), are unsharded at a time. Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
 
     A wrapper may be wrapped in turn, used or not. A module of which inner wrappers took all parameters may be wrapped
     again: the new wrapper takes the place of the old one, which is not to be used any more. Every rank must wrap the
@@ -87,7 +87,7 @@ class FullyShardedDataParallel(Wrapper):
 
     Raises:
         RuntimeError: without a process group, under torch's `FakeTensorMode`, or if the disk is too small.
-        TypeError: for parameters that are integers, or `DTensor`s of unknown placements.
+        TypeError: for parameters of torch's quantised dtypes, or `DTensor`s of unknown placements.
         ValueError: for a module whose own parameters a wrapper has already, or that shares one with an inner wrapper;
             for ranks, devices, dtypes and options that do not fit together.
     """

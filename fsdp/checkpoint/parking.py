@@ -59,7 +59,7 @@ def park(
         model: the outermost wrapper, or module under `fully_shard`.
         optimizer: an optimizer of the model, or several optimizers; torch's own, `OwnedOptimizer`, or any other.
         to: ``"host"`` copies tensors on an accelerator to (pinned) host memory; tensors on the host stay there. A
-            folder frees tensors on the host as well: each rank writes a safetensors file, which it removes when all of
+            folder frees tensors on the host as well: each rank writes safetensors files, and removes a file when all of
             its bytes are back in memory. Tensors that are on disk already (``offload="disk"``) stay there.
         parts: some of ``"parameters"`` (all parameters and buffers of the model's modules), ``"gradients"`` (gradients,
             and accumulated gradients that are not reduced) and ``"optimizer"`` (the tensors in the optimizers' state

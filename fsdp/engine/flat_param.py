@@ -75,7 +75,7 @@ class FlatParameter(ListedParameter):
         names: the parameters' names, by default their numbers.
 
     Raises:
-        ValueError: if `params` is empty, not a list or tuple of parameters, or contains a `FlatParameter`; or for
+        ValueError: if `params` is empty, not a list or tuple of tensors, or contains a `FlatParameter`; or for
             parameters that differ in dtype, device, or whether they are trained.
     """
 

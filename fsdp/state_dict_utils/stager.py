@@ -99,7 +99,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
 
     Raises:
         ValueError: for a negative `max_bytes` or `wait_seconds`, or a `wait_seconds` without `max_bytes`.
-        RuntimeError: for `pin_memory` without CUDA.
+        RuntimeError: for `pin_memory` without an accelerator.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ class PlannedUnit:
         shard_bytes: of this rank's shard, padding included, in the dtype in which it is stored.
         unsharded_bytes: of the all-gathered parameters, in the dtype in which is computed.
         gradient_bytes: of the reduced gradient of the shard; 0 if it is frozen.
-        flat_parameters: how many flat parameters it has: each is a collective of its own.
-        all_gathers: of all of its flat parameters, in one step.
+        flat_parameters: how many flat parameters it has.
+        all_gathers: of all of its flat parameters, in one step. Small ones share a collective, also of several units.
     """
 
     name: str
