@@ -69,12 +69,11 @@ class _Record(Generic[T]):
         self.current, self.on_course = [], bool(self.last)
         return is_same
 
-    def enter(self, item: T) -> int:
-        """Record an item; return its place, or -1 if it was not expected, or no pass was recorded."""
+    def enter(self, item: T) -> None:
+        """Record an item."""
         place = len(self.current)
         self.current.append(item)
         self.on_course = self.on_course and place < len(self.last) and self.last[place] is item
-        return place if self.on_course else -1
 
 
 class ExecutionOrder(Generic[T]):
@@ -85,7 +84,8 @@ class ExecutionOrder(Generic[T]):
 
     Predicted are the items that have to be gathered, which all ranks gather in the same order. (An item that is here
     already may run again on some ranks only.) Neighbours are in one *bucket*, as long as it has up to `limit` bytes.
-    When the first item of a bucket runs, the next bucket is due, and arrives while this one runs.
+    When the first item of a bucket runs, the next bucket is due, and arrives while this one runs. If items that are
+    here already run before it, it is not due until the last of these runs, so that it takes no memory meanwhile.
 
     Args:
         nbytes: returns the bytes of an item; by default, each is in a bucket of its own.
@@ -95,7 +95,11 @@ class ExecutionOrder(Generic[T]):
     def __init__(self, nbytes: Callable[[T], float] = _alone, limit: int = 0) -> None:
         self._nbytes, self._limit = nbytes, limit
         self._runs, self._gathers = _Record[T](), _Record[T]()
-        self._expected: dict[int, Expected] = {}  # at places of `_gathers`; and at -1, at the beginning of a pass
+        # For each item of the last pass that was gathered, and of the pass that runs: how many items that were here
+        # already ran directly before it.
+        self._last_gaps, self._gaps = list[int](), list[int]()
+        self._gap = 0  # since the last item that was gathered
+        self._expected = dict[tuple[int, int], Expected]()  # by the place in `_gathers`, or -1 before all, and the gap
         self._has_gathered = False  # in the pass that runs
         self.is_settled = False
 
@@ -105,10 +109,11 @@ class ExecutionOrder(Generic[T]):
             self.is_settled = self._runs.at_end
         self._runs.begin()
         if not self._has_gathered:
-            self._gathers.current = []
-        if not self._gathers.begin():
-            self._expected = self._predicted(self._gathers.last)
-        self._has_gathered = False
+            self._gathers.current, self._gaps = [], self._last_gaps
+        if not self._gathers.begin() or self._gaps != self._last_gaps:
+            self._last_gaps = self._gaps
+            self._expected = self._predicted(self._gathers.last, self._gaps)
+        self._gaps, self._gap, self._has_gathered = [], 0, False
 
     def enter(self, item: T, is_gathered: bool = True) -> Expected:
         """`item` runs now. Returns the expected buckets; none if the order is not known.
@@ -117,39 +122,46 @@ class ExecutionOrder(Generic[T]):
             item: what runs.
             is_gathered: it has to be gathered for that, or is on its way.
         """
-        is_first = not self._runs.current
         self._runs.enter(item)
         # A pass may begin with items that are here from the pass before.
         if is_gathered or (not self._has_gathered and self._gathers.next is item):
             self._has_gathered |= is_gathered
-            place = self._gathers.enter(item)
-            return self._expected.get(place, NOTHING) if place >= 0 else NOTHING
-        return self._expected.get(-1, NOTHING) if is_first else NOTHING
+            self._gathers.enter(item)
+            self._gaps.append(self._gap)
+            self._gap = 0
+        else:
+            self._gap += 1
+        place = len(self._gathers.current) - 1
+        return self._expected.get((place, self._gap), NOTHING) if self._gathers.on_course else NOTHING
 
     def at_expected_end(self) -> bool:
         """Return whether the item entered last ended the last two passes as well."""
         return self.is_settled and self._runs.at_end
 
-    def _predicted(self, order: Sequence[T]) -> dict[int, Expected]:
-        """Return the expected buckets at each place of a pass in this order, and at -1 those at its beginning."""
-        buckets, begins, due = list[list[T]](), list[int](), list[int]()  # and the places where they begin and are due
+    def _predicted(self, order: Sequence[T], gaps: Sequence[int]) -> dict[tuple[int, int], Expected]:
+        """Return the expected buckets at each place of a pass in this order, and at -1 those before it, by the gap."""
+        buckets, begins = list[list[T]](), list[int]()  # and the places where they begin
+        due = list[tuple[int, int]]()  # and where they are due
         filled, seen = 0.0, dict[int, int]()  # the bytes of the last bucket; and where each item was seen last
+        after_gap = -1
         for place, item in enumerate(order):
             before, seen[id(item)] = seen.get(id(item), -2), place
+            after_gap = place if gaps[place] else after_gap
             if place and item is order[place - 1]:
                 continue  # it is here until it is gathered again
             filled += self._nbytes(item)
             # A bucket with an item that has just run could not be gathered before it begins.
             if not buckets or filled > self._limit or before >= begins[-1] - 1:
-                due.append(begins[-1] if begins else -1)
+                with_last = (max(begins[-1], after_gap) if begins else -1, 0)
+                due.append((place - 1, gaps[place]) if gaps[place] else with_last)
                 begins.append(place)
                 buckets.append([])
                 filled = self._nbytes(item)
             buckets[-1].append(item)
-            due[-1] = max(due[-1], before + 1)  # not before it has run
-        found = {place: Expected(own=bucket) for place, bucket in zip(begins, buckets, strict=True)}
-        for place, bucket, later in zip(due, buckets, [*buckets[1:], ()], strict=True):
-            found[place] = Expected(found.get(place, NOTHING).own, bucket, later)
+            due[-1] = max(due[-1], (before + 1, 0))  # not before it has run
+        found = {(place, 0): Expected(own=bucket) for place, bucket in zip(begins, buckets, strict=True)}
+        for at, bucket, later in zip(due, buckets, [*buckets[1:], ()], strict=True):
+            found[at] = Expected(found.get(at, NOTHING).own, bucket, later)
         return found
 
 

@@ -213,6 +213,29 @@ def test_at_most_two_messages_are_unsharded_beside_the_unit_that_computes() -> N
 
 
 @on_ranks(2)
+def test_nothing_is_unsharded_beside_units_that_are_kept_for_backward() -> None:
+    def wrap(module: nn.Module) -> FullyShardedDataParallel:
+        wrapped[type(module)] = wrapped.get(type(module), 0) + 1
+        return FullyShardedDataParallel(module, reshard_after_forward=wrapped[type(module)] <= 3, bucket_cap_mb=0)
+
+    wrapped: dict[type, int] = {}
+    model = chain("abcdef", wrap)
+    for _ in range(3):
+        step(model)
+    unsharded: list[str] = []
+    for name in "ed":
+        layer = model.get_submodule(name).module.module
+        layer.register_full_backward_pre_hook(lambda *_: unsharded.append(in_use(model)))
+    step(model)
+    assert unsharded == ["de", "d"]
+
+
+def in_use(model: nn.Module) -> str:
+    units = {name: unit_of(model.get_submodule(name).module.module) for name in "abcdef"}
+    return "".join(name for name, unit in units.items() if unit is not None and unit.is_in_use)
+
+
+@on_ranks(2)
 def test_a_value_that_is_written_after_the_message_has_begun_is_used() -> None:
     model: Any = chain("abc", FORMS["flat"]())
     step(model)

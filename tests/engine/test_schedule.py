@@ -86,7 +86,7 @@ def test_the_first_bucket_is_due_when_a_pass_begins_with_what_is_here_already() 
     for _ in range(2):
         order.begin()
         found = [order.enter(name, is_gathered=name != "r") for name in "rarbcr"]
-    assert [(*each.own, *each.due) for each in found] == [("a", "b"), ("a", "b", "c"), (), (), ("c",), ()]
+    assert [(*each.own, *each.due) for each in found] == [("a", "b"), ("a", "b"), (), ("c",), ("c",), ()]
     assert order.at_expected_end() is False
     order.begin()
     for name in "rarbcr":
@@ -94,11 +94,30 @@ def test_the_first_bucket_is_due_when_a_pass_begins_with_what_is_here_already() 
     assert order.at_expected_end()
 
 
+def test_a_bucket_is_due_when_the_last_item_runs_that_is_here_before_it() -> None:
+    _, due = expected_in(ExecutionOrder[str](), "RRaRRbcR")
+    assert due == ["", "a", "", "", "b", "c", "", ""]
+    _, due = expected_in(ExecutionOrder[str](lambda _: 1, 2), "abcdRRef")
+    assert due == ["cd", "", "", "", "", "ef", "", ""]
+
+
+def test_a_bucket_is_the_same_where_an_item_that_is_here_runs_more_or_less_often() -> None:
+    for often in ("RRab", "ab", "RRRaRb"):
+        order = ExecutionOrder[str](lambda _: 1, 2)
+        expected_in(order, "RRab")
+        order.begin()
+        found = [order.enter(name, is_gathered=name.islower()) for name in often]
+        assert found[often.index("a")].own == ["a", "b"]
+
+
 def expected_in(order: ExecutionOrder[str], names: str) -> tuple[list[str], list[str]]:
-    """The buckets that begin, and those that are due, at each place of a pass that was recorded before."""
+    """The buckets that begin, and those that are due, at each place of a pass that was recorded before.
+
+    Items in upper case are here already.
+    """
     for _ in range(2):
         order.begin()
-        found = [order.enter(name) for name in names]
+        found = [order.enter(name, is_gathered=name.islower()) for name in names]
     return ["".join(each.own) for each in found], ["".join(each.due) for each in found]
 
 
@@ -121,6 +140,13 @@ def test_each_unit_is_due_before_it_runs_and_little_at_a_time(names: str, data: 
         assert sum(sizes[one] for one in ahead if sizes[one] <= limit) <= 2 * limit
         assert sum(sizes[one] > limit for one in ahead) <= 1
     assert not ahead
+
+
+@given(st.text("abcdR", min_size=1, max_size=24))
+def test_no_memory_is_held_while_items_run_that_are_here(names: str) -> None:
+    _, due = expected_in(ExecutionOrder[str](), names)
+    for found, following in zip(due, [*names[1:], ""], strict=True):
+        assert not found or following != "R"
 
 
 def test_entering_without_a_begun_pass_predicts_nothing() -> None:
