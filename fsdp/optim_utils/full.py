@@ -37,6 +37,7 @@ class Given:
     groups: list[tuple[dict[str, Any], list[Place]]]  # the options of each, and the parameters in it
     beside: dict[str, Any]  # the dictionary's other keys
     remedy: str = ""  # for a tensor that is not of its parameter's shape
+    order: Sequence[Place] | None = None  # in which the saved model has listed its parameters; None if it is unknown
 
 
 def _keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
@@ -108,6 +109,7 @@ _OTHER_MODEL = (
 def given(params: Parameters, full: Any) -> Given:
     """Read a dictionary by FairScale's numbers or by names, without copying or changing it."""
     hint = "" if _goes_by_names(full) else f" If only names have changed, remove {NAMES!r}: then numbers count."
+    names = full.get(NAMES)
     full = by_stored_names(full)
     by_names = _goes_by_names(full)
     if not by_names and "param_id_map" not in full and any(True for _ in _keys_in(full)):
@@ -135,7 +137,11 @@ def given(params: Parameters, full: Any) -> Given:
         (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
         for group in full["param_groups"]
     ]
-    return Given(states, groups, beside(full), _OTHER_MODEL if by_names else _OTHER_NUMBERS)
+    order = None  # FairScale's models list their parameters in the order of their numbers
+    if names is not None or not by_names:
+        found = params.by_number.values() if names is None else map(params.named, names.values())
+        order = [place for place in found if place is not None]
+    return Given(states, groups, beside(full), _OTHER_MODEL if by_names else _OTHER_NUMBERS, order)
 
 
 def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
@@ -184,6 +190,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
         first = {number: original.name for number, (_, original) in params.by_number.items()}
         ids = {one: number for number, one in enumerate(params.listed)}
         local = {number: ids[one] for number, (one, _) in params.by_number.items()}
+        first = {number: first[number] for number in params.in_order}
     else:
         numbers = _numbers_of_module(model, optim)
         first = {number: name for name, number in numbers.items()}
@@ -200,7 +207,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     groups = [
         copied_options(group) | {"params": [table[key] for key in group["params"]]} for group in full["param_groups"]
     ]
-    if by_names and not goes_on_by_names:  # optimizers go by the order of parameters in groups
+    if not goes_on_by_names:  # optimizers go by the order of parameters in groups
         for group in groups:
             group["params"].sort(key=lambda number: (local.get(number, 0), number))
     added = {}

@@ -84,6 +84,11 @@ class Parameters:
         found._by_param = {id(one.param): one for one in found.listed}
         return found
 
+    @property
+    def in_order(self) -> list[int]:
+        """Return the numbers in the order of ``wrapper.parameters()``."""
+        return [self.numbers[original] for one in self.listed for original in one.originals]
+
     def named(self, name: str) -> Place | None:
         """Return the original of a name, which may have path parts of wrappers; None if the model has none."""
         return self.by_name.get(name, self.by_name.get(plain_name(name)))

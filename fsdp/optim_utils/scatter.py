@@ -55,7 +55,7 @@ def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     """Turn a full optimizer state into this rank's shard of it, in place."""
     params = parameters_of(model, "shard an optimizer state")
     read = given(params, full)
-    plans, groups = plans_for(params, read), groups_as_saved(read)
+    plans, groups = plans_for(params, read), groups_as_saved(params, read)
     states = shard_states(plans, read, is_consumed=True)
     full |= dictionary_of(groups, states, lambda one: state_of(one.param))
     for key in ADDED:
@@ -195,8 +195,12 @@ def _own(kind: Number | Value, rank: int) -> Any:
     return value
 
 
-def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]]:
-    """Return the saved parameter groups, which must not divide a flat parameter, with the current parameters."""
+def groups_as_saved(params: Parameters, full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]]:
+    """Return the saved parameter groups, which must not divide a flat parameter, with the current parameters.
+
+    If a saved group has the order of its model's parameters, which depends on the wrapping, it gets the order of this
+    model's. Any other order is the optimizer's, and is kept.
+    """
     before: dict[OptimParam, Original] = {}
     groups = []
     for number, (options, places) in enumerate(full.groups):
@@ -213,7 +217,16 @@ def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]
                     "parameters."
                 )
             before[one] = first
-        groups.append((options, list(present)))
+        members = [one for one in params.listed if one in present]
+        if members != list(present) and full.order is None:
+            raise ValueError(
+                f"the optimizer state goes by names and has {places[0][1].name} and others in another order than this "
+                "model, which may be the optimizer's: pass the optimizer as well, by "
+                "fsdp.optim_utils.shard_full_optim_state_dict(model, full, optimizer)"
+            )
+        own = {*places}
+        is_in_order = full.order is not None and places == [place for place in full.order if place in own]
+        groups.append((options, members if is_in_order else list(present)))
     return groups
 
 

@@ -217,3 +217,83 @@ def test_fairscale_s_helper_drops_the_names() -> None:
     model, optimizer = trained(1, EQUAL, {})
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     assert fairscale.flatten_optim_state_dict(full).keys() == {"state", "param_groups"}
+
+
+def dimensions(name: str, param: nn.Parameter) -> int:
+    return param.dim()
+
+
+def layers(unit: int | None, **options: Any) -> FullyShardedDataParallel:
+    """Three layers, of which one may be a unit of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(EQUAL)))
+    if unit is not None:
+        model[unit] = FullyShardedDataParallel(model[unit], **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def stepped(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    model(torch.arange(16.0).reshape(4, 4)).square().sum().backward()
+    optimizer.step()
+    return optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+
+
+# A flat parameter of a unit inside comes after that of the outermost unit, and groups follow each other.
+WRAPPINGS: dict[str, dict[str, Any]] = {
+    "flat": {"unit": 1},
+    "grouped": {"unit": None, "group_by": dimensions},
+    "original": {"unit": None, "use_orig_params": True},
+    "original inside": {"unit": 1, "use_orig_params": True},
+}
+
+
+@pytest.mark.parametrize("load", [_by_shard, _by_rekeying, _by_shard_full])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("flat", "original"),
+        ("flat", "original inside"),
+        ("original", "flat"),
+        ("grouped", "original"),
+        ("flat", "grouped"),
+    ],
+)
+@on_ranks(1, 2)
+def test_a_model_may_list_its_parameters_in_another_order(load: Load, saved: str, loaded: str) -> None:
+    model = layers(**WRAPPINGS[saved])
+    optimizer = adam(model)
+    expected = stepped(model, optimizer)
+    full = from_first(model.gather_full_optim_state_dict(optimizer))
+    other = layers(**WRAPPINGS[loaded])
+    second = adam(other)
+    load(other, second, full)
+    found = optim_utils.full_optim_state_dict(other, second, recipient_rank=None)
+    assert found is not None
+    for name, state in expected["state"].items():
+        assert_same(found["state"][name], state, name)
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@on_ranks(2)
+def test_an_order_of_the_optimizer_is_kept(wrapping: str) -> None:
+    model = layers(**WRAPPINGS[wrapping])
+    optimizer = torch.optim.Adam([*model.parameters()][::-1])
+    expected = stepped(model, optimizer)
+    full = from_first(model.gather_full_optim_state_dict(optimizer))
+    second = torch.optim.Adam([*model.parameters()][::-1])
+    _by_shard(model, second, full)
+    assert_same(optim_utils.full_optim_state_dict(model, second, recipient_rank=None)["state"], expected["state"])
+
+
+@on_ranks(2)
+def test_names_without_an_order_need_the_optimizer_if_the_model_lists_others_first() -> None:
+    model = layers(**WRAPPINGS["flat"])
+    full = stepped(model, adam(model))
+    other = layers(**WRAPPINGS["original"])
+    with pytest.raises(ValueError, match=r"may be the optimizer's: pass the optimizer as well, by .*shard_full_optim"):
+        other.get_shard_from_optim_state_dict(full)
+    second = adam(other)
+    _by_shard_full(other, second, full)
+    found = optim_utils.full_optim_state_dict(other, second, recipient_rank=None)
+    assert found is not None
+    assert found["state"].keys() == full["state"].keys()
