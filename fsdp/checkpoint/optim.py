@@ -348,6 +348,7 @@ class StatePlan:
                         into = _elements_of(original, one, target, flat)
                         if into is not None:
                             read_held(self._files, f"{name}/{key}", target, into)
+                    state[key] = one.laid_out(state[key])
                 else:
                     state[key] = kind.held
             if state:

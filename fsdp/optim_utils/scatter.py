@@ -184,7 +184,10 @@ def _shards_of(
 
 def _state(one: OptimParam, kinds: Kinds, shards: Mapping[str, Tensor]) -> dict[str, Any]:
     rank = one.comm.rank
-    return {key: shards[key] if isinstance(kind, Elements) else _own(kind, rank) for key, kind in kinds.items()}
+    return {
+        key: one.laid_out(shards[key]) if isinstance(kind, Elements) else _own(kind, rank)
+        for key, kind in kinds.items()
+    }
 
 
 def _own(kind: Number | Value, rank: int) -> Any:

@@ -115,6 +115,12 @@ class OptimParam:
         is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
         return held if is_like and len(inner_of(local_part(held))) < 2 else self.zeros(dtype, shape=shape)
 
+    def laid_out(self, filled: Tensor) -> Tensor:
+        """Return contiguous state with the strides of an unsharded `param`, in whose order fused optimizers read it."""
+        if self.handle is not None or self.param.is_contiguous() or filled.shape != self.param.shape:
+            return filled
+        return torch.empty_like(self.param, dtype=filled.dtype, device=filled.device).copy_(filled)
+
 
 @dataclass(frozen=True, eq=False)
 class SteppedParam(OptimParam):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, get_fsdp_instances, optim_utils
@@ -467,3 +467,57 @@ def test_ranks_with_different_states_are_told(tmp_path: Path) -> None:
         optimizer.state.clear()
     with pytest.raises(ValueError, match=r"the optimizer's state of .* on rank 0 and no 'exp_avg', .* on rank 1"):
         fsdp.save(tmp_path / "run", model, optimizer)
+
+
+class Transposed(nn.Module):
+    """A parameter with other strides than a contiguous one, as after ``to(memory_format=torch.channels_last)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 3).t())
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(inputs @ self.weight)
+
+
+def _as_it_is(model: Transposed) -> nn.Module:
+    return model
+
+
+def _ignoring(model: Transposed) -> nn.Module:
+    return FullyShardedDataParallel(model, ignored_parameters=[model.weight])
+
+
+def _by_files(folder: Path, model: nn.Module, optimizer: Any, other: nn.Module, second: Any) -> None:
+    fsdp.save(folder / "run", model, optimizer)
+    fsdp.load(folder / "run", other, second)
+
+
+def _by_full_state(folder: Path, model: nn.Module, optimizer: Any, other: nn.Module, second: Any) -> None:
+    other.load_state_dict(model.state_dict())
+    full = optim_utils.full_optim_state_dict(model, optimizer)
+    optim_utils.load_full_optim_state_dict(other, second, full, rank0_only=True)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "load"), [(_as_it_is, _by_files), (_ignoring, _by_files), (_ignoring, _by_full_state)]
+)
+@on_ranks(2)
+def test_state_has_the_strides_of_its_parameter_which_fused_optimizers_presume(
+    tmp_path: Path, wrap: Callable[[Any], nn.Module], load: Callable[..., None]
+) -> None:
+    models = [wrap(Transposed()) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.arange(6.0).reshape(2, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(models[0], optimizers[0])
+    load(tmp_path, models[0], optimizers[0], models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    assert_same(models[1].state_dict(), models[0].state_dict())
