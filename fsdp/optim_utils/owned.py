@@ -323,6 +323,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 self.state[member.stepped.param] = nested_state(
                     {key: _beside(value, member.stepped.param) for key, value in state.items()}
                 )
+        for optimizer, group in zip(self.optimizers, saved, strict=True):
+            (own,) = optimizer.param_groups
+            own.update(options_of(group))
+            # As in torch's `load_state_dict`: makes tensors of FairScale's numbers, and adds options of newer versions.
+            optimizer.__setstate__({"state": self.state, "param_groups": [own]})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -156,6 +156,36 @@ def test_fairscales_numbers_and_errors() -> None:
 
 
 @on_ranks(2)
+def test_training_goes_on_from_fairscales_numbers_of_owners_and_of_shards() -> None:
+    groups: list[dict[str, Any]] = [
+        {"params": lambda name, shape: len(shape) == 2, "optimizer": torch.optim.AdamW, "lr": 1e-2},
+        {"optimizer": torch.optim.AdamW, "sharded": True, "lr": 1e-2},
+    ]
+    model = talk(FORMS["orig_params"])
+    optimizer, twin = owned(model, groups), Twin(groups)
+    train_both(model, optimizer, twin, range(2))
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    again = owned(model, groups)
+    again.load_state_dict(optim_utils.shard_full_optim_state_dict(model, full, again))
+    train_both(model, again, twin, range(2, 4))
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain.load_state_dict(
+        optim_utils.shard_full_optim_state_dict(
+            model, _in_one_group(optim_utils.full_optim_state_dict(model, again, recipient_rank=None)), plain
+        )
+    )
+    full = model.gather_full_optim_state_dict(plain, recipient_rank=None)
+    one = owned(model, groups[1:])
+    optim_utils.load_full_optim_state_dict(model, one, full)
+    train_both(model, one, twin, range(4, 6))
+
+
+def _in_one_group(full: Any) -> Any:
+    first, second = full["param_groups"]
+    return full | {"param_groups": [first | {"params": first["params"] + second["params"]}]}
+
+
+@on_ranks(2)
 def test_state_of_an_unsharded_run_and_of_plain_shards_is_taken() -> None:
     adamw: list[dict[str, Any]] = [{"optimizer": torch.optim.AdamW, "lr": 1e-2}]
     model, twin = talk(FORMS["orig_params"]), Twin(adamw)
