@@ -38,12 +38,13 @@ from fsdp.checkpoint.optim import StatePlan
 from fsdp.checkpoint.safetensors import CheckedFiles, SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable, reading
 from fsdp.distributed.collectives import during
+from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.consensus import (
     Ranks,
     agree_on,
     done_by_all,
     from_everyone,
-    number_among,
+    numbers_of,
     peers_answer,
     size_of,
 )
@@ -181,8 +182,11 @@ def load(
         for ranks in everyone:  # all must have opened the same checkpoint
             agree_on(ranks, "checkpoints", source.identity, source.path)
 
+        # As many ranks may have other process groups than when they saved, and each has its own generators again.
+        numbers = sorted(numbers_of(everyone[0])) if len(everyone) == 1 else []
+
         def look() -> _Plan:
-            states = _generators(source, everyone) if generators else None
+            states = _generators(source, everyone, numbers) if generators else None
             return _Plan(source, model, units, optimizer, states, strict=strict, weights=weights)
 
         plan = done_by_all(everyone, f"load {source.path}", look)
@@ -302,14 +306,17 @@ def _compare(source: Source, everyone: Sequence[Ranks]) -> None:
     done_by_all(everyone, f"find {source.path} undamaged", compare)
 
 
-def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | None:
-    """Return the states of this rank's generators, if as many ranks load the checkpoint as saved it."""
+def _generators(source: Source, everyone: Sequence[Ranks], numbers: Sequence[int]) -> GeneratorStates | None:
+    """Return the states of this rank's generators, if as many ranks load the checkpoint as saved it.
+
+    `numbers` are those of the ranks among all, which are in the order of the states.
+    """
     if source.generators is None or len(everyone) > 1:
         return None
     ranks = all_ranks(everyone, "load a checkpoint")  # that have saved a model without units, too
     if size_of(ranks) != source.world_size:
         return None
-    number = number_among(ranks)
+    number = numbers.index(own_rank()) if numbers else own_rank()
     try:
         return GeneratorStates(decoded(source.generators[number]))
     except ValueError as error:

@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -359,8 +360,8 @@ def _refuse_other_model(path: str) -> None:
         )
 
 
-# By rank: for each set the checksums of the rank's ranges, and the states of its generators.
-_Written = list[tuple[list[list[Fragment]], Any]]
+# By rank: for each set the checksums of the rank's ranges, and its number among all with the states of its generators.
+_Written = list[tuple[list[list[Fragment]], tuple[int, Any]]]
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks, *, is_seen: bool) -> _Written:
@@ -368,14 +369,14 @@ def _written(destination: Destination, found: Plan, ranks: Ranks, *, is_seen: bo
     unseen = [] if is_seen else [entry for each in found.sets for entry in each.entries]
     senders = Senders(ranks, unseen, destination.folder)
 
-    def write_own() -> tuple[None, tuple[list[list[Fragment]], Any]]:
+    def write_own() -> tuple[None, tuple[list[list[Fragment]], tuple[int, Any]]]:
         fragments: list[list[Fragment]] = [[] for _ in found.sets]
         files = [(number, file) for number, each in enumerate(found.sets) for file in each.files] if is_seen else []
         # Ranks begin with different files: most file systems let one process write to a file at a time.
         first = number_among(ranks) * len(files) // size_of(ranks)
         for number, file in files[first:] + files[:first]:
             fragments[number] += write_parts(destination.folder, [file], found.sets[number].entries)
-        return None, (fragments, found.generators)
+        return None, (fragments, (own_rank(), found.generators))
 
     _, heard = told_by_all(ranks, f"write to {destination.folder}", write_own)
     for number, each in enumerate(found.sets if senders.ranks else ()):
@@ -391,7 +392,8 @@ def _manifest(found: Plan, ranks: Ranks, heard: _Written) -> bytes:
         each.written(one for fragments, _ in heard for one in fragments[number])
         for number, each in enumerate(found.sets)
     ]
-    generators = None if found.generators is None else [states for _, states in heard]
+    of_ranks = sorted((each for _, each in heard), key=itemgetter(0))  # `heard` depends on the model's process groups
+    generators = None if found.generators is None else [states for _, states in of_ranks]
     rest = {"optimizer_rest": found.optimizer_rest, "extra": found.extra, "values": found.values}
     return manifest_of(size_of(ranks), sets, generators=generators, **rest)
 
