@@ -194,6 +194,14 @@ class Layout(ABC):
     @abstractmethod
     def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor: ...
 
+    def vector_of(self, slot: int, value: Tensor) -> Tensor:
+        """Return a value as a vector, of which ranks keep their `interval`s; it shares memory if possible."""
+        return value.reshape(-1)
+
+    def value_of(self, slot: int, vector: Tensor) -> Tensor:
+        """Return the value in the shape of the parameter, from the result of `vector_of`."""
+        return vector.view(self.slots[slot].shape)
+
     def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
         """Copy the rank's shard of a parameter, of any dtype and device, into its shard."""
         local = self.local_shard_of(slot, value, rank)

@@ -142,6 +142,18 @@ class RowsLayout(Layout):
             return None
         return Interval(slot, first * chunk.row_numel, last * chunk.row_numel, chunk.offset)
 
+    def vector_of(self, slot: int, value: Tensor) -> Tensor:
+        if self.slots[slot].dim == 0:
+            return super().vector_of(slot, value)
+        return torch.cat([self._local_shard_of(slot, value, rank) for rank in range(self.world_size)])
+
+    def value_of(self, slot: int, vector: Tensor) -> Tensor:
+        if self.slots[slot].dim == 0:
+            return super().value_of(slot, vector)
+        shapes = [self.local_shape(slot, rank) for rank in range(self.world_size)]
+        parts = vector.split([shape.numel() for shape in shapes])
+        return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], self.slots[slot].dim)
+
     def paddings(self, rank: int) -> list[int]:
         order = sorted(range(len(self.slots)), key=lambda slot: (self._chunks[slot].offset, self._chunks[slot].stop))
         begins, paddings = [self._chunks[slot].offset for slot in order], [0] * len(order)

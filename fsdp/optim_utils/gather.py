@@ -152,12 +152,11 @@ class OptimStream:
         incoming: dict[int, list[Tensor]] = {}
         outgoing: dict[int, list[Tensor]] = {}
         if self.is_wanted:
-            made = torch.empty(one.local_shape(original, kind.shape), dtype=kind.dtype, device=one.device)
+            numel = one.local_shape(original, kind.shape).numel()
+            made = torch.empty(numel, dtype=kind.dtype, device=one.device)
             ranks = (rank for rank in range(comm.world_size) if rank != comm.rank)
             there = {rank: one.interval(original, rank, kind.shape) for rank in ranks}
-            incoming = {
-                rank: [made.view(-1)[kept.start : kept.stop]] for rank, kept in there.items() if kept is not None
-            }
+            incoming = {rank: [made[kept.start : kept.stop]] for rank, kept in there.items() if kept is not None}
         else:
             made = torch.empty(kind.shape or original.shape, dtype=kind.dtype, device="meta")
         if mine is not None and self._receivers[comm]:
@@ -169,7 +168,7 @@ class OptimStream:
             what = f"gather of the optimizer state of {one.name}"
             pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.handle.tags.gather))
         if self.is_wanted and mine is not None:  # while the others are on their way
-            made.view(-1)[mine.start : mine.stop].copy_(part)
+            made[mine.start : mine.stop].copy_(part)
 
         def finish() -> tuple[Original, str, Tensor]:
             if pending is not None:
@@ -178,7 +177,8 @@ class OptimStream:
                     comm.settle()  # release copies that were made for sending
             if not self.is_wanted:
                 return original, key, made
-            tensor = made if original.part is None else full_tensor(original.part.dtensor(made))
+            local = one.local_value(original, made, kind.shape)
+            tensor = local if original.part is None else full_tensor(original.part.dtensor(local))
             return original, key, tensor.cpu()
 
         return finish

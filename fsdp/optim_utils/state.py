@@ -92,9 +92,20 @@ class OptimParam:
         return original.shape if self.handle is None else self.handle.layout.slots[original.slot].shape
 
     def local_vector(self, original: Original, value: Tensor) -> Tensor:
-        """Return the flat parameter's part of an unsharded value, as a vector that shares memory if possible."""
-        local = value if original.part is None else original.part.to_local(original.name, value)
-        return local.detach().reshape(-1)
+        """Return the flat parameter's part of an unsharded value, as a vector that shares memory if possible.
+
+        Ranks keep their `interval`s of it.
+        """
+        local = (value if original.part is None else original.part.to_local(original.name, value)).detach()
+        if self.handle is None or self.is_owned:
+            return local.reshape(-1)
+        return self.handle.layout.vector_of(original.slot, local)
+
+    def local_value(self, original: Original, vector: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """Return the part in its shape, from the result of `local_vector`."""
+        if self.handle is None or self.is_owned:
+            return vector.view(self.local_shape(original, shape))
+        return self.handle.layout.value_of(original.slot, vector)
 
     def shard(self, original: Original, vector: Tensor, into: Tensor, shape: torch.Size | None = None) -> None:
         """Copy this rank's elements of a vector (`local_vector`) to their place in a tensor like `param`."""

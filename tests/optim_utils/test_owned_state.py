@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 import fsdp
@@ -276,3 +277,28 @@ def test_what_only_owners_can_have_is_refused_by_others(tmp_path: Path) -> None:
     plain = torch.optim.Adafactor(model.parameters())
     with pytest.raises(RuntimeError, match="OwnedOptimizer"):
         fsdp.load(tmp_path / "saved", model, plain)
+
+
+def _by_columns(param: torch.nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+@on_ranks(2, 3)
+def test_state_of_shards_along_a_later_dimension_goes_to_its_elements() -> None:
+    def made(fn: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(torch.nn.Linear(5, 4), shard_placement_fn=fn)
+        return model, owned(model, [{"optimizer": torch.optim.AdamW, "sharded": True, "lr": 1e-2}])
+
+    (model, optimizer), (other, rows), (third, fresh) = made(_by_columns), made(None), made(_by_columns)
+    for each, steps in ((model, optimizer), (other, rows)):
+        each(torch.arange(10.0).view(2, 5)).square().mean().backward()
+        steps.step()
+    expected = optim_utils.full_optim_state_dict(other, rows, recipient_rank=None)
+    assert expected is not None
+    assert_same(optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None), expected)
+    for rank0_only in (False, True):
+        fresh.state.clear()
+        given = expected if dist.get_rank() == 0 or not rank0_only else None
+        optim_utils.load_full_optim_state_dict(third, fresh, given, rank0_only=rank0_only)
+        assert_same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
