@@ -19,7 +19,8 @@ import re
 import shutil
 import socket
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MANIFEST = "checkpoint.json"
@@ -176,7 +177,7 @@ class Destination:
             )
         os.makedirs(self.folder)
         self._token = uuid.uuid4().hex.encode()
-        Path(self.folder, _MARKER).write_bytes(self._token)
+        _write(os.path.join(self.folder, _MARKER), self._token)
 
     @property
     def token(self) -> bytes:
@@ -214,7 +215,7 @@ class Destination:
             if not _OURS.fullmatch(entry.name):  # user files, such as a configuration or a tokenizer
                 _copy_synced(entry.path, os.path.join(self.folder, entry.name))
         part = os.path.join(self.folder, _PART)
-        Path(part).write_bytes(manifest)
+        _write(part, manifest)
         sync(part)
         os.unlink(os.path.join(self.folder, _MARKER))
         _sync_folder(self.folder)
@@ -279,6 +280,21 @@ def _copy_synced(source: str, target: str) -> None:
             sync(target)
 
 
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Add the path of a file to errors of writes and syncs, which do not know it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
+def _write(path: str, content: bytes) -> None:
+    with named(path):
+        Path(path).write_bytes(content)
+
+
 def _sync_folder(path: str) -> None:
     with suppress(OSError):  # not every file system knows how
         sync(path)
@@ -288,6 +304,7 @@ def sync(path: str) -> None:
     """Sync a file, or the names in a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with named(path):
+            os.fsync(fd)
     finally:
         os.close(fd)

@@ -40,6 +40,7 @@ from fsdp.checkpoint.checksums import (
     of_block,
     spans,
 )
+from fsdp.checkpoint.folder import named
 from fsdp.checkpoint.formats.source import FoundTensor, SeenFile, StridedTensor, TensorReader
 from fsdp.checkpoint.untrusted import beside, content_of, opened, readable, reading, short
 from fsdp.distributed.devices import host_bytes
@@ -565,16 +566,6 @@ def opened_to_write(folder: str, file: PlannedFile) -> Iterator[int]:
             os.fsync(fd)
     finally:
         os.close(fd)
-
-
-@contextmanager
-def named(path: str) -> Iterator[None]:
-    """Add the path of a file to errors of writes and syncs, which do not know it."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or path
-        raise
 
 
 def write_at(fd: int, memory: memoryview, offset: int) -> None:

@@ -320,7 +320,8 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
 
     try:
         _, tokens = told_by_all(ranks, f"make {destination.folder}", begin)
-        heard = _written(destination, found, ranks, is_seen=destination.token == tokens[0])  # tried, not assumed
+        is_seen = is_first or destination.token == tokens[0]  # tried, not assumed
+        heard = _written(destination, found, ranks, is_seen=is_seen)
         on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
         if place.keep is not None:
             on_first(f"remove old checkpoints from {place.path}", place.tidy)
@@ -435,7 +436,11 @@ class Senders:
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=HOST)
         with ExitStack() as stack:
             places = {name: (number, file.begins[name]) for number, file in enumerate(files) for name in file.begins}
-            fds = [stack.enter_context(opened_to_write(folder, file)) for file in files]
+            fds: list[int] = []
+            try:
+                fds += [stack.enter_context(opened_to_write(folder, file)) for file in files]
+            except OSError as error:
+                problem = error
             for rank, name, begin, end in self._chunks(places.keys()):
                 chunk = buffer[: end - begin]
                 self._comm.exchange({rank: [chunk]}, {}, _SENT, "checkpoint").wait()

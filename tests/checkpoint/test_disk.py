@@ -26,6 +26,7 @@ from tests.helpers.checkpoint_models import content
 from tests.helpers.equality import assert_same_state
 from tests.helpers.killed_saves import counted_steps
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankError, RankPool
 
@@ -163,6 +164,18 @@ def _fill_disk(folder: Path, background: bool) -> None:
     dist.barrier()
     save(folder / "run", FullyShardedDataParallel(_square(1)))
     saver.wait()
+
+
+@on_ranks(2)
+def test_a_disk_without_any_space_is_named_by_the_file(small_disk: Path) -> None:
+    fsdp.save(small_disk / "run", FullyShardedDataParallel(_square(1)), generators=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        free = os.statvfs(small_disk)
+        (small_disk / "something else").write_bytes(bytes(free.f_bavail * free.f_frsize))
+    dist.barrier()
+    with pytest.raises((OSError, RuntimeError), match=r"No space left on device: '.*run\.saving/not-a-checkpoint'"):
+        fsdp.save(small_disk / "run", FullyShardedDataParallel(_square(2)), generators=False)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import zlib
@@ -22,6 +23,7 @@ from torch import Tensor
 import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_utils
 from fsdp.checkpoint.checksums import HoleError, by_name, fragment, joined, merged, of_tensor, spans
+from fsdp.checkpoint.folder import Destination
 from fsdp.checkpoint.safetensors import write_parts
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
@@ -252,6 +254,35 @@ def test_the_first_rank_cannot_write_what_it_gets(tmp_path: Path) -> None:
             fsdp.save("run", model)
         fsdp.save("run", model)
     assert not list(mine.iterdir()) or dist.get_rank() == 0
+
+
+@on_ranks(2, timeout=40)
+def test_the_first_rank_has_no_files_any_more_for_what_it_gets(tmp_path: Path) -> None:
+    removed = mock.patch("fsdp.checkpoint.writer.opened_to_write", side_effect=FileNotFoundError(2, "No such", "model"))
+    model = nested_mlp(fully_sharded())
+    own = mock.patch("fsdp.checkpoint.writer.write_parts", return_value=[])
+    with folder_of_its_own(tmp_path / f"{dist.get_rank()}"):
+        with removed, own, pytest.raises((OSError, RuntimeError), match=r"No such.*model"):
+            fsdp.save("run", model)
+        fsdp.save("run", model)
+
+
+@on_ranks(2, timeout=40)
+def test_a_folder_that_is_taken_over_at_once_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    reads, token = itertools.count(), Destination.token.fget  # type: ignore[attr-defined]
+
+    def read(destination: Destination) -> bytes:
+        if dist.get_rank() == 0 and next(reads) == 1:
+            Path(destination.folder, "not-a-checkpoint").unlink()
+        found: bytes = token(destination)
+        return found
+
+    model = nested_mlp(fully_sharded())
+    with (
+        mock.patch.object(Destination, "token", property(read)),
+        pytest.raises(RuntimeError, match=r"run\.saving is not as this save has made it"),
+    ):
+        fsdp.save(tmp_path / "run", model)
 
 
 @on_ranks(2)
