@@ -257,6 +257,6 @@ class Arrangement:
 
     def end(self, is_wanted: bool) -> None:
         """Copy the received data if it `is_wanted`, and free the buffer."""
-        if is_wanted:
+        if is_wanted and self._targets:  # all parameters may be empty
             torch._foreach_copy_(self._targets, self._sources)
         self._gathered.untyped_storage().resize_(0)

@@ -245,3 +245,23 @@ def test_a_module_has_its_own_parameters_on_one_mesh() -> None:
     placed = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(mesh=mesh_of(2, 1)))
     with pytest.raises(ValueError, match=r"parameters of the Linear itself on .*a module inside"):
         fsdp.fully_shard(nn.Linear(3, 3), mesh=mesh_of(2), shard_placement_fn=lambda _: placed)
+
+
+class Nothing(nn.Module):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.empty.sum()
+
+
+@on_ranks(2)
+def test_a_unit_of_empty_parameters_computes_in_another_dtype() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Nothing())
+    for module in (model[1], model):
+        fsdp.fully_shard(module, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=BF16))
+    model(torch.ones(2, 3)).sum().backward()
+    assert model[0].weight.grad is not None
