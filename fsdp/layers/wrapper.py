@@ -25,6 +25,13 @@ class Wrapper(nn.Module):
             return None
         return inside if isinstance(value, (nn.Module, nn.Parameter)) or _knows(inside, name) else None
 
+    def _registers(self, name: str) -> nn.Module | None:
+        """Return the wrapped module if a name is to be registered there, else None: the wrapper has its own children.
+
+        `nn.SyncBatchNorm.convert_sync_batchnorm`, for instance, registers each child of a module again.
+        """
+        return None if _has(self, name) else self._wrapped()
+
     def __setattr__(self, name: str, value: Any) -> None:
         inside = self._module_of(name, value)
         if inside is None:
@@ -41,19 +48,19 @@ class Wrapper(nn.Module):
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a buffer of the wrapped module."""
-        inside = self._wrapped()
+        inside = self._registers(name)
         register = super().register_buffer if inside is None else inside.register_buffer
         register(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter of the wrapped module."""
-        inside = self._wrapped()
+        inside = self._registers(name)
         register = super().register_parameter if inside is None else inside.register_parameter
         register(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Register a child of the wrapped module."""
-        inside = self._wrapped()
+        inside = self._registers(name)
         register = super().add_module if inside is None else inside.add_module
         register(name, module)
 

@@ -74,6 +74,33 @@ def test_what_is_registered_is_the_modules_and_is_saved(name: str) -> None:
 
 @around_module
 @on_ranks(1)
+def test_children_of_the_wrapper_are_registered_again_in_it(name: str) -> None:
+    model, around = _wrapped(name, Scaled())
+    children, expected = list(around.named_children()), around(X)
+    for own, child in children:
+        around.add_module(own, child)
+        around.register_module(own, child)
+    assert list(around.named_children()) == children
+    assert set(model.state_dict()) == {"layer.weight", "layer.bias", "shift"}
+    assert torch.equal(around(X), expected)
+
+
+@around_module
+@on_ranks(2)
+def test_a_model_trains_after_its_batch_norms_were_looked_for(name: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    expected = plain(X)
+    model, _ = _wrapped(name, plain)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    outputs = model(X)
+    assert torch.equal(outputs, expected)
+    outputs.sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@around_module
+@on_ranks(1)
 def test_what_is_deleted_is_deleted_from_the_module(name: str) -> None:
     module = Scaled()
     _, around = _wrapped(name, module)
