@@ -162,8 +162,28 @@ def test_what_fsdp1_becomes_trains_alike() -> None:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    assert len(losses) == 2
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # sums of 16 bits in another order
+    assert len(losses) == 3  # the last one's class is a subclass
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-2)  # sums of 16 bits in another order, and of 32
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_methods_of_torchs_class_do_not_know_the_models() -> None:
+    theirs, local = torchs.FullyShardedDataParallel, torchs.StateDictType.LOCAL_STATE_DICT
+    model: Any = fsdp.shard(nn.Sequential(Block(4, 6), Block(6, 3)), units={Block}, use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected = {name: value.shape for name, value in model.state_dict().items()}
+    theirs.set_state_dict_type(model, local)
+    assert {name: value.shape for name, value in model.state_dict().items()} == expected
+    assert theirs.fsdp_modules(model) == []
+    with theirs.summon_full_params(model):
+        assert all(param.dim() == 1 for param in model.parameters())
+    with pytest.raises(KeyError, match="None"), theirs.state_dict_type(model, local):
+        pass
+    with pytest.raises(AttributeError, match="optim_state_dict_config"):
+        theirs.optim_state_dict(model, optimizer)
+    with pytest.raises(IndexError):
+        theirs.full_optim_state_dict(model, optimizer)
 
 
 @on_ranks(2)
