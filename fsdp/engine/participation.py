@@ -7,6 +7,7 @@ Where ranks run different modules, or run out of batches, a subclass is attached
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from fsdp.engine.forward_hooks import Call
@@ -30,6 +31,11 @@ class Participation:
     def is_joining(self) -> bool:
         """True if some ranks may have no more batches, and take part in other ranks' steps and in nothing else."""
         return False
+
+    @property
+    def announced(self) -> Collection[FlatParamHandle]:
+        """The handles whose gradients only some ranks may bring in the backward that runs, which announce them."""
+        return ()
 
     @property
     def repeats_steps(self) -> bool:

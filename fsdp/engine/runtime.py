@@ -470,7 +470,7 @@ class Runtime:
         in_flight = max(unit.policy.reductions_in_flight for unit in self.units)
         self._reductions.begin(reduced, in_flight, brings_nothing=brings_nothing)
         ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
-        self._usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)
+        self._usage.begin(ages, self.participation.announced)
 
     def _record_backward(self, unit: Unit, reduced: Sequence[FlatParamHandle]) -> None:
         divisor, usual = unit.policy.predivide * unit.policy.postdivide, unit.comm.world_size * unit.replicas.world_size

@@ -15,8 +15,8 @@ exchange how many calls backward will come to, see `Runtime._reduce_complete`.
 Three facts are known only when backward has ended, and are exchanged then. A re-entrant checkpoint runs autograd inside
 of autograd, and brings gradients that the outer run does not announce; so trained parameters that no rank announced are
 exchanged again. A user's function may return None although autograd had announced a gradient; parameters for which that
-happened the last time are exchanged again, too. And ranks that run different modules (`Participation.is_uneven`) do not
-begin a backward together.
+happened the last time are exchanged again, too. And the gradients of modules that only some ranks run are announced
+when they are complete (`Participation.announced`); no rank knows before the end whether they come.
 """
 
 from __future__ import annotations
@@ -37,10 +37,15 @@ _DOUBTS = 2  # of a coming gradient: a function of a user's gave None for it the
 
 
 class _Among:
-    """The flat parameters that are reduced over the same ranks."""
+    """The flat parameters that are reduced over the same ranks, and those of them whose gradients are foreseen."""
 
-    def __init__(self, ranks: tuple[Communicator, Communicator], handles: Sequence[FlatParamHandle]) -> None:
-        self.handles = handles
+    def __init__(
+        self,
+        ranks: tuple[Communicator, Communicator],
+        handles: Sequence[FlatParamHandle],
+        foreseen: Sequence[FlatParamHandle],
+    ) -> None:
+        self.handles, self.foreseen = handles, foreseen
         self._comms = [comm for comm in ranks if comm.world_size > 1]
         self.forecast: Pending | None = None
         self.is_open = True  # not all is known before the end
@@ -69,11 +74,11 @@ class Usage:
         # Of which parameters a gradient is in doubt: a function of a user's gave None for them the last time.
         self._doubted: dict[FlatParamHandle, set[int]] = {}
 
-    def begin(self, handles: Mapping[FlatParamHandle, int], *, ranks_begin_together: bool) -> None:
+    def begin(self, handles: Mapping[FlatParamHandle, int], announced: Collection[FlatParamHandle]) -> None:
         """Collective, inside of the backward that begins; the answers are awaited when they are needed.
 
-        The backward reduces these handles, each with the age of its unit's oldest call (see `UnitBackward`). Unless
-        `ranks_begin_together`, nothing is known before the end.
+        The backward reduces these handles, each with the age of its unit's oldest call (see `UnitBackward`). Nothing is
+        known before the end of those that are `announced`.
         """
         self._differing, self._used, self._times, self._oldest_calls = set(), {}, {}, {}
         self._handles = handles.keys()
@@ -81,10 +86,14 @@ class Usage:
         for handle in handles:
             if not handle.is_local:
                 by_ranks.setdefault((handle.reduce_comm, handle.replica_axis), []).append(handle)
-        self._among = [_Among(ranks, some) for ranks, some in by_ranks.items()]
-        for among in self._among if ranks_begin_together else ():
-            ages = bytes([min(handles[handle], 255) for handle in among.handles])
-            among.forecast = among.largest(_forecast(among.handles, self._doubted) + ages)
+        self._among = [
+            _Among(ranks, some, [handle for handle in some if handle not in announced])
+            for ranks, some in by_ranks.items()
+        ]
+        for among in self._among:
+            if among.foreseen:
+                ages = bytes([min(handles[handle], 255) for handle in among.foreseen])
+                among.forecast = among.largest(_forecast(among.foreseen, self._doubted) + ages)
 
     def abandon(self) -> None:
         """After a failed backward: receive the messages of other ranks, which the next one would take for its own."""
@@ -112,11 +121,12 @@ class Usage:
     def _read_forecasts(self) -> None:
         for among in self._among:
             if among.forecast is not None:
-                pending, among.forecast, among.is_open = among.forecast, None, False
+                pending, among.forecast = among.forecast, None
+                among.is_open = len(among.foreseen) < len(among.handles)
                 told = pending.wait().tolist()
-                start, params = 0, (len(told) - len(among.handles)) // 2
+                start, params = 0, (len(told) - len(among.foreseen)) // 2
                 states, lacks, ages = told[:params], told[params : 2 * params], told[2 * params :]
-                for handle, self._oldest_calls[handle] in zip(among.handles, ages, strict=True):
+                for handle, self._oldest_calls[handle] in zip(among.foreseen, ages, strict=True):
                     stop = start + len(handle.layout.slots)
                     self._take_in(among, handle, states[start:stop], lacks[start:stop])
                     start = stop

@@ -18,7 +18,7 @@ regions therefore serve each other in turn, without knowledge of each other's gr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import or_
@@ -409,6 +409,13 @@ class Visits(Participation):
             self._wait_at(place.position)
         else:
             self._wait_before(place.position)
+
+    @property
+    def announced(self) -> Collection[FlatParamHandle]:
+        if not self.is_uneven:
+            return ()
+        units = {unit for visit in self._owed for unit in visit.units}
+        return {handle for unit in units for handle in unit.handles} | self._touched
 
     def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
         """Announce a gradient that is about to be reduced; False if only some ranks have a part of it, until all do."""

@@ -208,6 +208,54 @@ def test_a_unit_that_returns_its_input_on_some_ranks_has_its_backward(recomputes
     torch.testing.assert_close(model.clip_grad_norm_(1.0), norm)
 
 
+class SometimesUsed(nn.Module):
+    """A unit that uses its parameters in some calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        return x + self.layer(x).tanh() if is_used else 1.0 * x
+
+
+class PartBeforeOthers(nn.Module):
+    """A part, and behind it units of all ranks, one of which uses its parameters in some calls only."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.part, self.one, self.other = (wrap(nn.Linear(4, 4)) for _ in range(3))
+        self.entry, self.sometimes, self.exit = nn.Linear(4, 4), wrap(SometimesUsed()), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, run_here: bool, first: bool, last: bool, cond: Callable[..., Any]) -> Tensor:
+        x = self.entry(x)
+        found = cond(self.part, run_here, x)
+        x = self.sometimes(x if found is None else x + found, first)
+        x = self.other(self.one(x).tanh()).tanh()
+        return self.exit(self.sometimes(x, last))
+
+
+@pytest.mark.parametrize("uses", [[(False, True), (False, False)], [(False, True), (True, False)]])
+@pytest.mark.parametrize("runs_part", [[True, False], [False, True]])
+@on_ranks(2)
+def test_backward_of_a_part_follows_gradients_that_ranks_complete_at_other_calls(
+    uses: list[tuple[bool, bool]], runs_part: list[bool]
+) -> None:
+    rank, wrap = dist.get_rank(), partial(FullyShardedDataParallel, bucket_cap_mb=0)
+    plain, model = PartBeforeOthers(keep), wrap(PartBeforeOthers(wrap))
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(2):
+        batches = torch.randn(2, 3, 4)
+        model(batches[rank], runs_part[rank], *uses[rank], fsdp.cond).square().sum().backward()
+        for batch, run_here, used in zip(batches, runs_part, uses, strict=True):
+            (plain(batch, run_here, *used, directly).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(3)
 def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8() -> None:
     pair = Pair()
