@@ -388,6 +388,8 @@ class Visits(Participation):
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
+        if not self._owed:
+            self._mixed.clear()  # their forwards had no graph, and they were resharded then
         reduces = all(unit.policy.sync is not GradientSync.NONE for unit in self._runtime.units)
         listed = [param for handle in self._directory.handles for param in handle.listed_params]
         self._has_recomputed = False

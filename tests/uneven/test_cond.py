@@ -256,6 +256,21 @@ def test_backward_of_a_part_follows_gradients_that_ranks_complete_at_other_calls
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
+def test_a_gradient_is_differentiated_after_an_evaluation_with_a_part() -> None:
+    plain = PartBetweenUnits(keep, False)
+    model = FullyShardedDataParallel(PartBetweenUnits(FullyShardedDataParallel, False))
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        model(torch.ones(3, 4), dist.get_rank() == 0, fsdp.cond)
+    for each, cond in ((plain, directly), (model, fsdp.cond)):
+        inputs = torch.ones(3, 4, requires_grad=True)
+        (slope,) = torch.autograd.grad(each(inputs, True, cond).tanh().sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+    norm = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), norm)
+
+
 @on_ranks(3)
 def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8() -> None:
     pair = Pair()
