@@ -36,7 +36,7 @@ from fsdp.engine.names import clean_name
 from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import Runtime, running, runtime_of
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper
+from fsdp.engine.unit import NO_MODULES, TrainingState, Unit, unit_of, unit_of_wrapper
 from fsdp.uneven.messages import Kind, Message, Talk, bits_of
 
 
@@ -673,6 +673,7 @@ class Visits(Participation):
             self._open.remove(visit)
         self._mixed.update(visit.units)
         for unit in visit.units:
+            unit.yet_to_run = NO_MODULES  # of a group, of which this rank may have run others
             unit.reshard()  # all ranks are equal from here on
         is_owed = any(row.argument for row in rows if row.kind == Kind.LEAVE)
         if is_owed:

@@ -256,6 +256,42 @@ def test_backward_of_a_part_follows_gradients_that_ranks_complete_at_other_calls
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+class PartOfAGroup(nn.Module):
+    """Two modules that are one unit, one of which is a part; they run before a unit that all ranks run."""
+
+    def __init__(self, shard: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.entry, self.part, self.always, self.exit = (nn.Linear(4, 4) for _ in range(4))
+        for unit in ([self.part, self.always], self.exit, self):
+            shard(unit)
+
+    def forward(self, x: Tensor, run_here: bool, cond: Callable[..., Any]) -> Tensor:
+        x = self.entry(x)
+        found = cond(self.part, run_here, x)
+        x = self.always(x if found is None else x + found)
+        return self.exit(self.always(x).tanh())
+
+
+@on_ranks(2)
+def test_a_part_and_another_module_are_one_unit() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = PartOfAGroup(keep)
+    model = PartOfAGroup(fsdp.fully_shard)
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for runs in ([True, False], [False, True], [True, True]):
+        batches = torch.randn(2, 3, 4)
+        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
+        for batch, run_here in zip(batches, runs, strict=True):
+            (plain(batch, run_here, directly).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    assert_close_state(state, plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(2)
 def test_a_gradient_is_differentiated_after_an_evaluation_with_a_part() -> None:
     plain = PartBetweenUnits(keep, False)
