@@ -431,7 +431,8 @@ class FSDPModule(_Base):
             RuntimeError: naming parameters without values.
         """
         unit = _of(self)
-        runtime_of(unit)
+        if not (runtime := runtime_of(unit)).is_computing:
+            runtime.ensure_idle("unshard")  # a backward that failed has left units unsharded on some ranks only
         on_demand.require_values_everywhere(unit, "unshard", recurse=False)
         with outside_modes():
             unit.unshard()

@@ -80,6 +80,31 @@ def test_unshard_and_reshard() -> None:
     assert isinstance(model.entry.weight, DTensor)
 
 
+class SometimesUsed(nn.Linear):
+    """A unit that uses its parameters on the first rank only."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) if dist.get_rank() == 0 else 2 * inputs
+
+
+@on_ranks(2)
+def test_unshard_after_a_backward_that_failed() -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 5), SometimesUsed(5, 5), nn.Linear(5, 5))
+    for module in (*model, model):
+        fsdp.fully_shard(module)
+    hook = model[0].register_forward_hook(lambda module, args, output: (output.register_hook(_fail), None)[1])
+    with pytest.raises(ValueError, match="as told"):
+        model(INPUTS).sum().backward()
+    hook.remove()
+    model[1].unshard()
+    once(model, INPUTS)
+    assert_at_rest(model)
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ValueError("as told")
+
+
 @on_ranks(2)
 def test_unshard_without_waiting() -> None:
     model: Any = uneven(ours())
