@@ -22,6 +22,7 @@ used: they are matched by their order alone, and two matched collectives of diff
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -123,6 +124,7 @@ class TorchCollectives(Communicator):
         self._on_host: Communicator | None = None
         self._device = device
         self._is_connected = is_host(device)
+        self._order = 0
 
     @property
     def _known(self) -> Any:
@@ -152,8 +154,13 @@ class TorchCollectives(Communicator):
         if "gloo" in backend_names(self._known).values():
             give_up(self._known)
 
+    def take_order(self) -> int:
+        order, self._order = self._order, 0
+        return order
+
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         self._is_connected = True
+        self._order = zlib.crc32(repr(tag).encode(), self._order)
         work = getattr(dist, _ALL_GATHER)(_as_sent(full), _as_sent(shard), group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(shard, full))
 

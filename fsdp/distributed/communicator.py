@@ -131,6 +131,13 @@ class Communicator(ABC):
         """Return a tag for a handle. Every rank of the group must call this method equally often."""
         return next(self._tags)
 
+    def take_order(self) -> int:
+        """Return a checksum of the all-gathers since the last call, by their tags; 0 where the tags are sent.
+
+        It is the same on ranks with the same all-gathers in the same order.
+        """
+        return 0
+
     def restart_tags(self) -> None:
         """Continue with the same tags on all ranks, even if the ranks have created different numbers of tags."""
         self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)

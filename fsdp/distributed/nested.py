@@ -7,6 +7,7 @@ of the replicas of a rank are neighbours in the gathered tensor, so each collect
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -60,6 +61,9 @@ class Nested(Communicator):
     def new_tag(self) -> int:
         # Of the group of all ranks, so that no two meshes over it have the same.
         return super().new_tag() if self._together is None else self._together.new_tag()
+
+    def take_order(self) -> int:
+        return zlib.crc32(b"%d" % self._shard.take_order(), self._replicas.take_order())
 
     def share_memory(self, nbytes: int) -> None:
         for each in self._parts:

@@ -259,6 +259,7 @@ class FlatParamHandle:
 
     def number_as(self, number: int) -> None:
         """Be known under this number, and take tags; all ranks that it talks to do so in the same order."""
+        self.comm.take_order()  # of other models, of which a rank may have failed in one
         gather, replica = self.comm.new_tag(), self.replica_axis.new_tag()
         reduce = gather if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
         self.tags = Tags(number, gather, reduce, replica)

@@ -235,7 +235,9 @@ def _gather(handles: Sequence[FlatParamHandle]) -> None:
 def _exchange(full: Tensor, handles: Sequence[FlatParamHandle]) -> Pending:
     first, last = handles[0], handles[-1]
     shards = torch.cat([handle.shard_in(full.dtype) for handle in handles])
+    what = f"all-gather of {first.name} to {last.name}"
     tag: Tag = tuple(handle.tags.gather for handle in handles)
-    what, tag = in_stage(first.passes.stage, f"all-gather of {first.name} to {last.name}", tag)
+    if first.comm.sends_pieces:  # else no tag is sent
+        what, tag = in_stage(first.passes.stage, what, tag)
     name = first.unit_name if first.unit_name == last.unit_name else f"{first.unit_name} to {last.unit_name}"
     return labelled("all_gather", name, first.comm.all_gather, full, shards, what, tag)

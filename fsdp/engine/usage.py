@@ -17,10 +17,14 @@ of autograd, and brings gradients that the outer run does not announce; so train
 exchanged again. A user's function may return None although autograd had announced a gradient; parameters for which that
 happened the last time are exchanged again, too. And the gradients of modules that only some ranks run are announced
 when they are complete (`Participation.announced`); no rank knows before the end whether they come.
+
+Where no tags tell all-gathers apart, as on NCCL, ranks that run units of equal sizes in different orders would compute
+with each other's parameters. There, the ranks also exchange a checksum of their all-gathers since the last backward.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -28,12 +32,15 @@ from typing import Any
 import torch
 
 from fsdp.distributed.collectives import Communicator, Pending
+from fsdp.distributed.communicator import own_rank
+from fsdp.distributed.passes import path
 from fsdp.engine.autograd import will_run
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 
 _HELD, _COMING = 1, 2  # the state of a gradient on a rank: accumulated already, or coming in this backward
 _DOUBTS = 2  # of a coming gradient: a function of a user's gave None for it the last time
+_ORDER_BYTES = 4
 
 
 class _Among:
@@ -48,7 +55,36 @@ class _Among:
         self.handles, self.foreseen = handles, foreseen
         self._comms = [comm for comm in ranks if comm.world_size > 1]
         self.forecast: Pending | None = None
+        self.order = b""  # what the forecast ends with
         self.is_open = True  # not all is known before the end
+
+    def take_order(self) -> bytes:
+        """Return a checksum of the all-gathers since the last backward, and its complement; empty if tags are sent.
+
+        Of the largest bytes of all ranks, one half is the complement of the other if all ranks have the same.
+        """
+        order = b""
+        for comm in dict.fromkeys(handle.comm for handle in self.foreseen):
+            if comm.world_size > 1 and not comm.sends_pieces:
+                order = zlib.crc32(order + b"%d" % comm.take_order()).to_bytes(_ORDER_BYTES, "big")
+        return order + bytes(255 - each for each in order)
+
+    def without_order(self, told: torch.Tensor) -> torch.Tensor:
+        """Return the largest values of all ranks without those of `take_order`.
+
+        Raises:
+            RuntimeError: if these differ between ranks that share parameters.
+        """
+        if not self.order:
+            return told
+        if _differ(told):
+            passes = ", ".join(map(str, path.snapshot()[-3:]))
+            raise RuntimeError(
+                f"rank {own_rank()}: the ranks have run units in different orders since the last backward, so that "
+                f"some have computed with the parameters of another unit. This rank ran {passes}. Run the same units "
+                "in the same order on every rank."
+            )
+        return told[: -len(self.order)]
 
     def largest(self, values: bytearray) -> Pending:
         """Collective. Start to find the largest of all ranks' values, one by one."""
@@ -58,7 +94,15 @@ class _Among:
         *within, last = self._comms
         for comm in within:
             told = comm.on_host.all_reduce(told, "max", what).wait()
+            if self.order:  # replicas may run forwards by themselves, and are told only of ranks that differ
+                told[-2 * _ORDER_BYTES : -_ORDER_BYTES] = 255 * _differ(told)
+                told[-_ORDER_BYTES:] = 255
         return last.on_host.all_reduce(told, "max", what)
+
+
+def _differ(told: torch.Tensor) -> bool:
+    """Return whether ranks have different checksums, given the largest bytes of these and of their complements."""
+    return bool((told[-2 * _ORDER_BYTES : -_ORDER_BYTES] != 255 - told[-_ORDER_BYTES:]).any())
 
 
 class Usage:
@@ -93,11 +137,14 @@ class Usage:
         for among in self._among:
             if among.foreseen:
                 ages = bytes([min(handles[handle], 255) for handle in among.foreseen])
-                among.forecast = among.largest(_forecast(among.foreseen, self._doubted) + ages)
+                order = among.take_order()
+                among.order = b"" if announced else order
+                among.forecast = among.largest(_forecast(among.foreseen, self._doubted) + ages + among.order)
 
     def abandon(self) -> None:
         """After a failed backward: receive the messages of other ranks, which the next one would take for its own."""
         for among in self._among:
+            among.take_order()  # ranks may have failed at different places
             if among.forecast is not None:
                 pending, among.forecast = among.forecast, None
                 pending.wait()
@@ -123,7 +170,7 @@ class Usage:
             if among.forecast is not None:
                 pending, among.forecast = among.forecast, None
                 among.is_open = len(among.foreseen) < len(among.handles)
-                told = pending.wait().tolist()
+                told, among.order = among.without_order(pending.wait()).tolist(), b""
                 start, params = 0, (len(told) - len(among.foreseen)) // 2
                 states, lacks, ages = told[:params], told[params : 2 * params], told[2 * params :]
                 for handle, self._oldest_calls[handle] in zip(among.foreseen, ages, strict=True):

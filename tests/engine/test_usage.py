@@ -1,0 +1,91 @@
+"""`Usage`: without tags, ranks find out in backward that they have run units in different orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy, use_torch_collectives
+from tests.helpers.on_ranks import on_ranks
+
+INPUTS = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+class Branches(nn.Module):
+    """Layers of equal sizes, which run in any order."""
+
+    def __init__(self, shard: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+        for name, layer in self.layers.items():
+            self.layers[name] = shard(layer)
+
+    def forward(self, inputs: Tensor, order: str) -> Tensor:
+        return torch.stack([self.layers[name](inputs) for name in order]).sum()
+
+
+def wrapped(**options: Any) -> nn.Module:
+    shard = partial(FullyShardedDataParallel, **options)
+    return shard(Branches(shard))
+
+
+def in_rows() -> nn.Module:
+    return fsdp.fully_shard(Branches(fsdp.fully_shard))
+
+
+def hybrid(strategy: ShardingStrategy) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return wrapped(process_group=mesh, sharding_strategy=strategy)
+
+
+@contextmanager
+def torchs_collectives() -> Iterator[None]:
+    use_torch_collectives()
+    try:
+        yield
+    finally:
+        use_torch_collectives(False)
+
+
+def refuses_another_order(make: Callable[[], nn.Module]) -> None:
+    with torchs_collectives():
+        model = make()
+        order = "bca" if dist.get_rank() == 1 else "abc"
+        units = ", ".join(f"layers.{name}" for name in order)
+        with pytest.raises(RuntimeError, match=f"have run units in different orders .* {units}"):
+            model(INPUTS, order).backward()
+
+
+@pytest.mark.parametrize(
+    "make", [wrapped, in_rows, partial(wrapped, use_orig_params=True), partial(wrapped, bucket_cap_mb=0)]
+)
+@on_ranks(2, 3)
+def test_units_in_different_orders_are_an_error_in_backward(make: Callable[[], nn.Module]) -> None:
+    refuses_another_order(make)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_OPTIM])
+@on_ranks(4)
+def test_replicas_and_shards_over_both_axes_compare_orders_too(strategy: ShardingStrategy) -> None:
+    refuses_another_order(partial(hybrid, strategy))
+
+
+@on_ranks(4)
+def test_replicas_may_run_forwards_by_themselves() -> None:
+    with torchs_collectives():
+        model = hybrid(ShardingStrategy.HYBRID_SHARD)
+        for _ in range(3):
+            model(INPUTS, "abc").backward()
+            if dist.get_rank() < 2:
+                with torch.no_grad():
+                    model(INPUTS, "cab")
