@@ -696,4 +696,6 @@ def _serve_gather(handle: FlatParamHandle) -> None:
         handle.absorb()
         handle.follow_shard()
         handle.storage.check(handle.name)
+        if handle.kept_shard is not None and not handle.kept_shard.lasts:
+            handle.kept_shard.forget()  # ranks that need the parameters have dropped theirs
         handle.serve_unshard()

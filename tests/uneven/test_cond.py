@@ -147,6 +147,7 @@ class PartBetweenUnits(nn.Module):
     ("recomputes", "options"),
     [
         (True, {}),
+        (True, {"reshard_after_forward": "host"}),
         (False, {"bucket_cap_mb": 0, "sharding_strategy": fsdp.ShardingStrategy.NO_SHARD}),
         (True, {"bucket_cap_mb": 0, "sharding_strategy": fsdp.ShardingStrategy.NO_SHARD}),
     ],
