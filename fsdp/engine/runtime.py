@@ -231,7 +231,7 @@ class Runtime:
         if order is not None:
             asked = unit.policy.backward_prefetch if is_backward else unit.policy.forward_prefetch
             if asked is not None:
-                own, due, later = (), asked, ()
+                own, due, later = (), [one for one in asked if not (is_backward and one.backward.is_over)], ()
         if self._waiting:
             self._stop_waiting([*own, *due])
         if own and not own[-1].is_unsharding:

@@ -94,6 +94,11 @@ class UnitBackward:
         return self.reached < self.oldest
 
     @property
+    def is_over(self) -> bool:
+        """Return whether backward has come to all calls, perhaps not with all gradients yet."""
+        return self.reached >= max(self.oldest, 1)
+
+    @property
     def is_through(self) -> bool:
         """Return whether backward has come to all calls, with all gradients of parameters and of inputs."""
         return not (self.missing or self._inside or self.reached < self.oldest)

@@ -267,6 +267,19 @@ def test_modules_to_prefetch_in_backward() -> None:
 # Gradients
 
 
+@on_ranks(2)
+def test_a_module_is_not_prefetched_after_its_backward() -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 5), SometimesUsed(5, 5), nn.Linear(5, 5))
+    for module in (*model, model):
+        fsdp.fully_shard(module)
+    model[0].set_modules_to_backward_prefetch([model[1], model[2]])
+    for _ in range(2):
+        with gathers() as seen:
+            once(model, INPUTS)
+        assert seen.count("1") == 2
+    assert_at_rest(model)
+
+
 @on_ranks(3)
 def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
     model: Any = uneven(ours())
