@@ -611,6 +611,7 @@ class Visits(Participation):
             # The forward was without a graph, so this call is like a forward of all ranks. Backward comes to later
             # regions first: wait for the ranks that recompute these.
             self._wait_at(visit.position)
+            self._touched.update(region.around)
             visit.is_reentrant = True
             self._open.append(visit)
             output = self._run(visit, compute)

@@ -170,6 +170,35 @@ def test_a_part_between_units_of_all_ranks_has_its_backward(recomputes: bool, op
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+class PlainPartRecomputed(PartBetweenUnits):
+    """The part is no unit, and a re-entrant checkpoint is around all."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__(wrap, recomputes=True)
+        del self.part
+        self.entry, self.part = nn.Linear(4, 4), nn.Linear(4, 4)  # backward expects the last one first
+
+    def forward(self, x: Tensor, run_here: bool, cond: Callable[..., Any]) -> Tensor:
+        return self.exit(checkpoint(self.compute, self.entry(x), run_here, cond, use_reentrant=True))
+
+
+@on_ranks(2)
+def test_a_plain_part_in_a_re_entrant_checkpoint_is_reduced_when_backward_has_ended() -> None:
+    rank, wrap = dist.get_rank(), partial(FullyShardedDataParallel, flatten_parameters=False, bucket_cap_mb=0)
+    plain, model = PlainPartRecomputed(keep), wrap(PlainPartRecomputed(wrap))
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for runs in ([True, False], [False, True]):
+        batches = torch.randn(2, 3, 4)
+        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
+        for batch, run_here in zip(batches, runs, strict=True):
+            (plain(batch, run_here, directly).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 class PassingThrough(nn.Module):
     """A unit that returns its input where its part does not run."""
 
