@@ -420,7 +420,7 @@ class Runtime:
                 self._reduce_complete(unit)
         # If the inputs do not show when backward has passed the call, the unit is kept until the backward ends.
         if call.may_outlast_gradients:
-            backward.await_inputs(call.number)
+            backward.await_inputs(call)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.transition_to(TrainingState.BACKWARD_PRE)
             self._unshard_for_backward(unit)
@@ -528,7 +528,7 @@ class Runtime:
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
-        unit.backward.leave(call.number)
+        unit.backward.leave(call)
         if self.is_in_backward:
             self._free_after_backward(unit)
 

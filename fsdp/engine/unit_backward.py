@@ -53,7 +53,7 @@ class UnitBackward:
         self.complete: set[FlatParamHandle] = set()
         self._elsewhere: int | None = None  # references to unsharded parameters besides those of calls that it came to
         self._checkpoints: list[weakref.ref[Any]] = []  # of these calls
-        self._inside: set[int] = set()  # calls: backward has come to their outputs, and not to their inputs
+        self._inside: set[int] = set()  # ids of calls: backward has come to their outputs, and not to their inputs
 
     def reach(self, number: int) -> None:
         """Record that backward has come to a call."""
@@ -80,13 +80,13 @@ class UnitBackward:
             return True
         return bool(self._checkpoints) and any(checkpoint() is not None for checkpoint in self._checkpoints)
 
-    def await_inputs(self, number: int) -> None:
+    def await_inputs(self, call: object) -> None:
         """Record that backward continues through the inputs of a call that it has come to, until `leave`."""
-        self._inside.add(number)
+        self._inside.add(id(call))
 
-    def leave(self, number: int) -> None:
+    def leave(self, call: object) -> None:
         """Record that backward has the gradients of the inputs of a call."""
-        self._inside.discard(number)
+        self._inside.discard(id(call))
 
     @property
     def may_come(self) -> bool:

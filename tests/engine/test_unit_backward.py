@@ -73,12 +73,12 @@ def test_backward_is_through_with_all_calls_gradients_and_inputs() -> None:
     first, second = made(backward, 2)
     backward.begin([handle])
     backward.reach(second.number)
-    backward.await_inputs(second.number)
+    backward.await_inputs(second)
     backward.missing.discard(handle)
     assert not backward.is_through  # with the first call
     backward.reach(first.number)
     assert not backward.is_through  # with the inputs of the second
-    backward.leave(second.number)
+    backward.leave(second)
     assert backward.is_through
     backward.missing.add(handle)
     assert not backward.is_through
@@ -89,7 +89,7 @@ def test_a_backward_that_has_begun_keeps_no_calls_alive() -> None:
     backward = UnitBackward()
     (call,) = made(backward, 1)
     backward.begin(())
-    backward.await_inputs(call.number)
+    backward.await_inputs(call)
     backward.complete.add(Mock(FlatParamHandle))
     alive = weakref.ref(call)
     del call

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import (
     FullyShardedDataParallel,
@@ -277,3 +278,28 @@ def test_disabled_checkpoints_in_some_steps() -> None:
     for number in range(4):
         twins.take(number, disabled if number % 2 else once)
     twins.assert_close()
+
+
+class FrozenTwice(nn.Module):
+    """A frozen unit that is called twice, in a re-entrant checkpoint; it computes its own activations again as well."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry, self.frozen = nn.Linear(4, 4), wrap(checkpoint_wrapper(nn.Linear(4, 4)).requires_grad_(False))
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self.frozen(self.frozen(x)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.twice, self.entry(x), use_reentrant=True)
+        return found
+
+
+@on_ranks(2)
+def test_a_frozen_unit_is_kept_until_its_first_call_is_recomputed() -> None:
+    plain, model = FrozenTwice(keep), FullyShardedDataParallel(FrozenTwice(FullyShardedDataParallel))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        each(torch.ones(2, 4)).square().sum().backward()
+    norm = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), norm)
