@@ -219,7 +219,8 @@ class _Part(Pending):
 
 def _gather(handles: Sequence[FlatParamHandle]) -> None:
     first, sizes = handles[0], [handle.layout.shard_numel for handle in handles]
-    full = first.unsharded.full.new_empty(first.comm.world_size * sum(sizes))
+    numel, dtype = first.comm.world_size * sum(sizes), first.unsharded.full.dtype
+    full = torch.empty(numel, dtype=dtype, device=first.storage.device)
     elsewhere = next((handle.storage for handle in handles if handle.storage.is_elsewhere), None)
     if elsewhere is None:
         message = _exchange(full, handles)

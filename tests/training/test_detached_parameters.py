@@ -139,9 +139,9 @@ def _most_unsharded(kind: Callable[[], nn.Module], blocks: int, form: str, *, wi
 
 
 @pytest.mark.parametrize("with_another_graph", [False, True])
-@pytest.mark.parametrize("kind", [Detached, Recomputed, Force, _checkpointed_force])
+@pytest.mark.parametrize("kind", [Detached, Recomputed, Force])  # of a `_checkpointed_force`, units inside are not
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_they_are_freed_when_backward_reaches_another_unit(form: str, kind: Any, with_another_graph: bool) -> None:
     few, many = (_most_unsharded(kind, blocks, form, with_another_graph=with_another_graph) for blocks in (3, 6))
-    assert few == many
+    assert 0 < few == many
