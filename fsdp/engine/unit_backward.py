@@ -71,6 +71,11 @@ class UnitBackward:
         self._elsewhere = (references if self._elsewhere is None else self._elsewhere) - of_call
         self._checkpoints += checkpoints
 
+    @property
+    def has_counted(self) -> bool:
+        """Return whether references to the unsharded parameters have been counted in this backward."""
+        return self._elsewhere is not None
+
     def reads_on(self, references: int) -> bool:
         """Return whether backward will read parameters again in calls that it has come to, given the references now.
 

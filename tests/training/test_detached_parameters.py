@@ -139,7 +139,7 @@ def _most_unsharded(kind: Callable[[], nn.Module], blocks: int, form: str, *, wi
 
 
 @pytest.mark.parametrize("with_another_graph", [False, True])
-@pytest.mark.parametrize("kind", [Detached, Recomputed, Force])  # of a `_checkpointed_force`, units inside are not
+@pytest.mark.parametrize("kind", [Detached, Recomputed, Force, _checkpointed_force])
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_they_are_freed_when_backward_reaches_another_unit(form: str, kind: Any, with_another_graph: bool) -> None:
