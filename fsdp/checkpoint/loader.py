@@ -309,7 +309,7 @@ def _compare(source: Source, everyone: Sequence[Ranks]) -> None:
 def _generators(source: Source, everyone: Sequence[Ranks], numbers: Sequence[int]) -> GeneratorStates | None:
     """Return the states of this rank's generators, if as many ranks load the checkpoint as saved it.
 
-    `numbers` are those of the ranks among all, which are in the order of the states.
+    `numbers` are the ranks' numbers among all ranks, in the order of the states.
     """
     if source.generators is None or len(everyone) > 1:
         return None

@@ -134,7 +134,7 @@ class Communicator(ABC):
     def take_order(self) -> int:
         """Return a checksum of the all-gathers since the last call, by their tags; 0 where the tags are sent.
 
-        It is the same on ranks with the same all-gathers in the same order.
+        Ranks with the same all-gathers in the same order get the same checksum.
         """
         return 0
 

@@ -44,7 +44,7 @@ _ORDER_BYTES = 4
 
 
 class _Among:
-    """The flat parameters that are reduced over the same ranks, and those of them whose gradients are foreseen."""
+    """The flat parameters that are reduced over the same ranks; the gradients of some (`foreseen`) are foreseen."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class _Among:
         return order + bytes(255 - each for each in order)
 
     def without_order(self, told: torch.Tensor) -> torch.Tensor:
-        """Return the largest values of all ranks without those of `take_order`.
+        """Return the largest values of all ranks without the bytes of `take_order`.
 
         Raises:
-            RuntimeError: if these differ between ranks that share parameters.
+            RuntimeError: if these bytes differ between ranks that share parameters.
         """
         if not self.order:
             return told
