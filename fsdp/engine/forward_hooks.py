@@ -264,9 +264,10 @@ class Call:
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.in_full_precision = self.unit.in_full_precision
         self.shards = [handle.state_in_use for handle in self.unit.handles]
-        # The graph of a call that is recomputed later was not there when the references of all calls were counted.
-        is_counted = not (self.recomputed and self.unit.backward.has_counted)
-        self.references = is_counted * (self.references + self.unit.references)
+        if self.recomputed and self.unit.backward.has_counted:
+            self.references = 0  # its graph was not there when the references of all calls were counted
+        else:
+            self.references += self.unit.references
         if self._upstream and not self._upstream.isdisjoint(_nodes_of(tensors)):
             # An output is an input or a view of it, so hooks of the outputs would make the cycle of the class.
             self._input_nodes, self._upstream = [], set()

@@ -94,7 +94,8 @@ class _Among:
         *within, last = self._comms
         for comm in within:
             told = comm.on_host.all_reduce(told, "max", what).wait()
-            if self.order:  # replicas may run forwards by themselves, and are told only of ranks that differ
+            # Replicas that gather apart may run forwards by themselves, and are told only of ranks that differ.
+            if self.order and all(handle.comm.world_size <= comm.world_size for handle in self.foreseen):
                 told[-2 * _ORDER_BYTES : -_ORDER_BYTES] = 255 * _differ(told)
                 told[-_ORDER_BYTES:] = 255
         return last.on_host.all_reduce(told, "max", what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -57,10 +57,10 @@ def torchs_collectives() -> Iterator[None]:
         use_torch_collectives(False)
 
 
-def refuses_another_order(make: Callable[[], nn.Module]) -> None:
+def refuses_another_order(make: Callable[[], nn.Module], ranks: Sequence[int] = (1,)) -> None:
     with torchs_collectives():
         model = make()
-        order = "bca" if dist.get_rank() == 1 else "abc"
+        order = "bca" if dist.get_rank() in ranks else "abc"
         units = ", ".join(f"layers.{name}" for name in order)
         with pytest.raises(RuntimeError, match=f"have run units in different orders .* {units}"):
             model(INPUTS, order).backward()
@@ -78,6 +78,11 @@ def test_units_in_different_orders_are_an_error_in_backward(make: Callable[[], n
 @on_ranks(4)
 def test_replicas_and_shards_over_both_axes_compare_orders_too(strategy: ShardingStrategy) -> None:
     refuses_another_order(partial(hybrid, strategy))
+
+
+@on_ranks(4)
+def test_replicas_that_gather_together_compare_orders() -> None:
+    refuses_another_order(partial(hybrid, ShardingStrategy.HYBRID_SHARD_OPTIM), ranks=(2, 3))
 
 
 @on_ranks(4)
