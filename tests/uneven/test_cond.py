@@ -102,24 +102,30 @@ class RecomputedBefore(nn.Module):
         return self.exit(x)
 
 
+def step_both(model: nn.Module, plain: nn.Module, *steps: Sequence[tuple[Any, ...]]) -> None:
+    """Train the sharded and the plain model, with the arguments that each of two ranks gives the model in each step."""
+    rank = dist.get_rank()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for given in steps:
+        batches = torch.randn(2, 3, 4)
+        model(batches[rank], *given[rank], fsdp.cond).square().sum().backward()
+        for batch, own in zip(batches, given, strict=True):
+            (plain(batch, *own, directly).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("num_calls", [1, 2])
 @on_ranks(2)
 def test_a_unit_that_all_ranks_recompute_waits_for_the_backward_of_later_parts(num_calls: int) -> None:
-    rank = dist.get_rank()
     torch.manual_seed(0)
     plain = RecomputedBefore(keep, num_calls)
     model = FullyShardedDataParallel(RecomputedBefore(FullyShardedDataParallel, num_calls))
     model.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(2):
-        batches = torch.randn(2, 2, 4)
-        runs = [[(other + number + step) % 2 == 0 for number in range(num_calls)] for other in range(2)]
-        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
-        for batch, choice in zip(batches, runs, strict=True):
-            (plain(batch, choice, directly).square().sum() / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        runs = [[(rank + number + step) % 2 == 0 for number in range(num_calls)] for rank in range(2)]
+        step_both(model, plain, [(of_rank,) for of_rank in runs])
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
@@ -154,19 +160,10 @@ class PartBetweenUnits(nn.Module):
 )
 @on_ranks(2)
 def test_a_part_between_units_of_all_ranks_has_its_backward(recomputes: bool, options: dict[str, Any]) -> None:
-    rank = dist.get_rank()
     wrap = partial(FullyShardedDataParallel, **options)
     plain, model = PartBetweenUnits(keep, recomputes), wrap(PartBetweenUnits(wrap, recomputes))
     model.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for runs in ([True, False], [False, True]):
-        batches = torch.randn(2, 3, 4)
-        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
-        for batch, run_here in zip(batches, runs, strict=True):
-            (plain(batch, run_here, directly).square().sum() / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    step_both(model, plain, [(True,), (False,)], [(False,), (True,)])
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
@@ -184,18 +181,10 @@ class PlainPartRecomputed(PartBetweenUnits):
 
 @on_ranks(2)
 def test_a_plain_part_in_a_re_entrant_checkpoint_is_reduced_when_backward_has_ended() -> None:
-    rank, wrap = dist.get_rank(), partial(FullyShardedDataParallel, flatten_parameters=False, bucket_cap_mb=0)
+    wrap = partial(FullyShardedDataParallel, flatten_parameters=False, bucket_cap_mb=0)
     plain, model = PlainPartRecomputed(keep), wrap(PlainPartRecomputed(wrap))
     model.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for runs in ([True, False], [False, True]):
-        batches = torch.randn(2, 3, 4)
-        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
-        for batch, run_here in zip(batches, runs, strict=True):
-            (plain(batch, run_here, directly).square().sum() / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    step_both(model, plain, [(True,), (False,)], [(False,), (True,)])
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
@@ -271,18 +260,11 @@ class PartBeforeOthers(nn.Module):
 def test_backward_of_a_part_follows_gradients_that_ranks_complete_at_other_calls(
     uses: list[tuple[bool, bool]], runs_part: list[bool]
 ) -> None:
-    rank, wrap = dist.get_rank(), partial(FullyShardedDataParallel, bucket_cap_mb=0)
+    wrap = partial(FullyShardedDataParallel, bucket_cap_mb=0)
     plain, model = PartBeforeOthers(keep), wrap(PartBeforeOthers(wrap))
     model.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for _ in range(2):
-        batches = torch.randn(2, 3, 4)
-        model(batches[rank], runs_part[rank], *uses[rank], fsdp.cond).square().sum().backward()
-        for batch, run_here, used in zip(batches, runs_part, uses, strict=True):
-            (plain(batch, run_here, *used, directly).square().sum() / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    given = [(runs, *used) for runs, used in zip(runs_part, uses, strict=True)]
+    step_both(model, plain, given, given)
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
@@ -304,20 +286,11 @@ class PartOfAGroup(nn.Module):
 
 @on_ranks(2)
 def test_a_part_and_another_module_are_one_unit() -> None:
-    rank = dist.get_rank()
     torch.manual_seed(0)
     plain = PartOfAGroup(keep)
     model = PartOfAGroup(fsdp.fully_shard)
     model.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for runs in ([True, False], [False, True], [True, True]):
-        batches = torch.randn(2, 3, 4)
-        model(batches[rank], runs[rank], fsdp.cond).square().sum().backward()
-        for batch, run_here in zip(batches, runs, strict=True):
-            (plain(batch, run_here, directly).square().sum() / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    step_both(model, plain, [(True,), (False,)], [(False,), (True,)], [(True,), (True,)])
     state = {name: value.full_tensor() for name, value in model.state_dict().items()}
     assert_close_state(state, plain.state_dict(), rtol=1e-5, atol=1e-6)
 
