@@ -161,8 +161,7 @@ class FullyShardedDataParallel(Wrapper):
         )
         super().__init__()
         ignored = Ignored.of(ignored_modules, ignored_parameters)
-        if isinstance(module, ShardedParamsWrapper):
-            module = module.module  # of an earlier wrapper, which this one takes over from
+        module = module.module if isinstance(module, ShardedParamsWrapper) else module  # wrapped before
         refuse_unwrappable(module, FSDPModule, ignored)
         groups = Groups.resolve(process_group, placements, strategy)
         self._options = options
@@ -171,9 +170,8 @@ class FullyShardedDataParallel(Wrapper):
         self._fsdp_wrapped_module = ShardedParamsWrapper(module)
         form, over = WrapperForm(self._fsdp_wrapped_module, options, group_by), process_group_reduce_scatter
         unit, self.process_group_reduce_scatter = shard_module(module, options, groups, over, ignored, form)
-        self._unit = unit
-        on_demand.forward_entries(self, self._unit)
-        self._loading = on_demand.Loading(self, unit)
+        self._loading, self._unit = on_demand.Loading(self, unit), unit
+        on_demand.forward_entries(self, unit)
         if param_init_fn is not None:
             on_demand.materialize_unit(unit, param_init_fn)
 
@@ -287,11 +285,13 @@ class FullyShardedDataParallel(Wrapper):
         return callable(getattr(type(self.module.module), name, None))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _GROUPS and "_unit" in self.__dict__ and not on_demand.copying.is_missing(value):
+        if "_unit" not in self.__dict__:
+            nn.Module.__setattr__(self, name, value)  # in the constructor
+        elif name in _GROUPS and not on_demand.copying.is_missing(value):
             self.__dict__.update(on_demand.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
-        elif name in SETTLED and "_unit" in self.__dict__:
+        elif name in SETTLED:
             raise settled(name)
         else:
             super().__setattr__(name, value)

@@ -219,6 +219,8 @@ class FlatParameter(ListedParameter):
     def make_layout(self, world_size: int = 1, slots: Sequence[int] | None = None) -> Layout:
         """Return the layout of the parameters, or of some of them, in a vector that `world_size` ranks share."""
         own = self._layout
+        if world_size == own.world_size and slots is None:
+            return own
         chosen = own.slots if slots is None else [own.slots[slot] for slot in slots]
         named_shapes = [(slot.name, slot.shape) for slot in chosen]
         return own.of(named_shapes, world_size, own.align, [slot.dim for slot in chosen], own.block)
