@@ -75,20 +75,51 @@ def fingerprint_of_range(values: Tensor, start: int) -> int:
     real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
     data = real.resolve_neg().reshape(-1).contiguous()
     start *= data.numel() // max(values.numel(), 1)
-    words = data.view(_INTEGERS[data.element_size()])
+    words = _words(data)
     weights, found = _weights(data.device, _WORDS), torch.zeros((), dtype=torch.int64, device=data.device)
     for first in range(start - start % _WORDS, start + words.numel(), _WORDS):
         begin, end = max(first, start), min(first + _WORDS, start + words.numel())
-        mixed = words[begin - start : end - start].to(torch.int64, copy=True).mul_(_STEP)
-        mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
-        block = pow(_STEP, first // _WORDS, 1 << 64)
-        found += mixed.mul_(weights[begin - first : end - first]).sum().mul_(_signed(block))
+        mixed = _mixed(words[begin - start : end - start])
+        found += mixed.mul_(weights[begin - first : end - first]).sum().mul_(_factor(first // _WORDS))
     return int(found) & _MASK
 
 
-def _signed(number: int) -> int:
-    """Return the 64 bits of a number as an int64."""
-    return (number & _MASK) - ((number & 1 << 63) << 1)
+def fingerprint_of_rows(values: Tensor, dim: int, first: int, total: int) -> int:
+    """Return the same of the rows from `first` on, of the `total` rows of a tensor: its slices along `dim`.
+
+    The rows are runs of elements at equal distances in the whole tensor.
+    """
+    real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
+    row, words = real.shape[dim + 1 :].numel(), _words(real.resolve_neg().reshape(-1).contiguous())
+    if not words.numel():
+        return 0
+    run, distance = real.shape[dim] * row, total * row
+    weights, found = _weights(words.device, _WORDS), torch.zeros((), dtype=torch.int64, device=words.device)
+    blocks = -(-words.numel() // run * distance // _WORDS)
+    factors = torch.tensor([_factor(block) for block in range(blocks)], device=words.device)
+    for begin in range(0, words.numel(), _WORDS):
+        part = _mixed(words[begin : begin + _WORDS])
+        numbers = torch.arange(begin, begin + part.numel(), device=words.device)
+        places = numbers // run * distance + numbers % run + first * row
+        found += part.mul_(weights[places % _WORDS]).mul_(factors[places // _WORDS]).sum()
+    return int(found) & _MASK
+
+
+def _words(data: Tensor) -> Tensor:
+    """Return the elements of a vector as integers of their size."""
+    return data.view(_INTEGERS[data.element_size()])
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Return words of 8 bytes, in which every bit of an element has effects on many."""
+    mixed = words.to(torch.int64, copy=True).mul_(_STEP)
+    return mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
+
+
+def _factor(block: int) -> int:
+    """Return the 64 bits, as an int64, by which the words of a block of the whole tensor are multiplied."""
+    number = pow(_STEP, block, 1 << 64)
+    return number - ((number & 1 << 63) << 1)
 
 
 def sampled(tensor: Tensor) -> Tensor:

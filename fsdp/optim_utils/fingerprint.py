@@ -21,7 +21,7 @@ from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.names import clean_name
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import Unit, units_in
-from fsdp.layers.fingerprints import fingerprint_of_range
+from fsdp.layers.fingerprints import fingerprint_of_range, fingerprint_of_rows
 from fsdp.layers.state_requests import require_shards
 from fsdp.layers.verify import require_sharded
 from fsdp.optim_utils.params import Parameters
@@ -125,10 +125,13 @@ def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
     local = held_part(like) if is_dtensor(like) else like
     elements = local.detach().as_subclass(Tensor).reshape(-1)[kept.offset : kept.offset + kept.numel]
     layout = None if one.handle is None else one.handle.layout
-    if isinstance(layout, RowsLayout) and (dim := layout.slots[original.slot].dim):
-        shape = original.shape if one.is_owned else layout.local_shape(original.slot, one.comm.rank)
-        elements = elements.view(shape).movedim(dim, 0)  # so that a rank's are a range, from `start` on
-    return text_bits(f"{like.dtype} {tuple(original.shape)}") * fingerprint_of_range(elements, kept.start)
+    if isinstance(layout, RowsLayout) and not one.is_owned and (dim := layout.slots[original.slot].dim):
+        rows = elements.view(layout.local_shape(original.slot, one.comm.rank))
+        first, total = layout.rows(original.slot, one.comm.rank)[0], layout.slots[original.slot].shape[dim]
+        bits = fingerprint_of_rows(rows, dim, first, total)
+    else:
+        bits = fingerprint_of_range(elements, kept.start)
+    return text_bits(f"{like.dtype} {tuple(original.shape)}") * bits
 
 
 def _of_value(value: Any) -> int:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import fsdp
-from fsdp.layers.fingerprints import fingerprint_of_range
+from fsdp.layers.fingerprints import fingerprint_of_range, fingerprint_of_rows
 from tests.helpers.hybrid import group_option
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
@@ -30,6 +31,16 @@ def test_fingerprints_of_ranges_add_up(dtype: torch.dtype, numel: int, start: in
     cut = data.draw(st.integers(0, numel))
     parts = fingerprint_of_range(values[:cut], start) + fingerprint_of_range(values[cut:], start + cut)
     assert parts % (1 << 64) == fingerprint_of_range(values, start)
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from([(3, 4, 2), (3, 30000), (0, 3), (2, 3, 12000)]), st.data())
+def test_fingerprints_of_rows_add_up(dtype: torch.dtype, shape: tuple[int, ...], data: st.DataObject) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(100).to(dtype)
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    cut = data.draw(st.integers(0, shape[dim]))
+    first, rest = values.tensor_split([cut], dim)
+    parts = fingerprint_of_rows(first, dim, 0, shape[dim]) + fingerprint_of_rows(rest, dim, cut, shape[dim])
+    assert parts % (1 << 64) == fingerprint_of_range(values, 0)
 
 
 @given(st.integers(0, 31), st.integers(0, 3), st.integers(1, 3))
@@ -62,6 +73,40 @@ def _stepped(forms: list[str], optimizer: str) -> str:
         found.add(fsdp.fingerprint(model, optim))
     (one,) = found
     return one
+
+
+def test_it_does_not_depend_on_the_dimension_that_is_sharded(ranks: RankPool) -> None:
+    found = {one for world_size in (1, 3) for one in ranks(world_size).run(_along_dimensions)}
+    assert len(found) == 1
+
+
+def _along_dimensions() -> str:
+    found = set()
+    for dim in (None, 0, 1, -1):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(5, 300), nn.Conv2d(4, 3, (2, 5)), nn.Linear(2, 3, dtype=torch.complex64))
+        if dim is None:
+            model = fsdp.FullyShardedDataParallel(model, use_orig_params=True)
+        else:
+            fsdp.fully_shard(model, shard_placement_fn=partial(_placed, dim))
+        whole = {"params": _is_first, "optimizer": torch.optim.SGD, "momentum": 0.5}
+        optimizer = fsdp.OwnedOptimizer(
+            model, [whole, {"optimizer": torch.optim.SGD, "momentum": 0.5, "sharded": True}]
+        )
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        found.add(fsdp.fingerprint(model, optimizer))
+    (one,) = found
+    return one
+
+
+def _is_first(name: str, shape: torch.Size) -> bool:
+    return name.startswith("0")
+
+
+def _placed(dim: int, param: nn.Parameter) -> Shard:
+    return Shard(dim if param.dim() > 1 else 0)
 
 
 def test_it_changes_with_each_weight_buffer_and_state_wherever_that_is(ranks: RankPool) -> None:
