@@ -248,9 +248,10 @@ class NamedState:
         """Note that it is among the optimizer's, with or without state."""
         self._state.setdefault(name, {})
 
-    def add_elements(self, name: str, key: str, value: LazyTensor) -> None:
+    def add_elements(self, name: str, key: str, value: LazyTensor, shape: torch.Size | None = None) -> None:
+        """Add state with a value for each element, or of another `shape`, which only an owned parameter has."""
         self.tensors[f"{name}/{key}"] = value
-        self._add([name], key, Elements(value.dtype))
+        self._add([name], key, Elements(value.dtype, shape))
 
     def add_single(self, names: Sequence[str], key: str, values: Sequence[Any]) -> None:
         """Add state of these parameters that is a single value, equal on all ranks."""
@@ -269,10 +270,8 @@ class NamedState:
     def add(self, name: str, key: str, value: Any, shape: torch.Size) -> None:
         if is_single(key, value, shape):
             self.add_single([name], key, [value])
-        elif value.shape == shape:
-            self.add_elements(name, key, value)
         else:
-            raise ValueError(self.odd_shape(name, key, value.shape, shape))
+            self.add_elements(name, key, value, None if value.shape == shape else value.shape)
 
     def _add(self, names: Sequence[str], key: str, kind: Kind) -> None:
         if not isinstance(key, str):  # JSON would have another key in its place, or none

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from tests.helpers.convert_formats import (
 )
 from tests.helpers.dcp_folders import alone_warning
 from tests.helpers.equality import assert_same, assert_same_state
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 
 WAYS = {
@@ -73,6 +75,32 @@ def test_training_goes_on_from_a_converted_checkpoint(tmp_path: Path, way: str) 
     stepped(expected, other)
     assert_same_states(model.state_dict(), expected.state_dict())
     assert_same(optimizer.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("way", ["files", "torch", "numbers", "dcp", "flat"])
+@on_ranks(2)
+def test_state_of_rows_and_columns_comes_back(tmp_path: Path, way: str) -> None:
+    """Adafactor's, of whole parameters on their owners, which no element of a parameter corresponds to."""
+    model, optimizer = _factored()
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    fsdp.save(tmp_path / "origin", model, optimizer)
+    there, back = tmp_path / "there", tmp_path / "back"
+    if dist.get_rank() == 0:
+        converted(tmp_path / "origin", there, *WAYS.get(way, ["--to", "dcp", "--flat-optimizer"]))
+        converted(there, back)
+    dist.barrier()
+    for place in (back, there) if way in ("files", "dcp", "flat") else (back,):
+        found, other = _factored(seed=1)
+        fsdp.load(place, found, other)
+        assert fsdp.fingerprint(found, other) == fsdp.fingerprint(model, optimizer)
+
+
+def _factored(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
+    wrapped = fsdp.FullyShardedDataParallel(model, use_orig_params=True)
+    return wrapped, fsdp.OwnedOptimizer(wrapped, [{"optimizer": torch.optim.Adafactor}])
 
 
 # What others read
