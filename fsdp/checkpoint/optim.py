@@ -190,7 +190,8 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
 
 def kinds_to_save(optimizers: Optimizers) -> list[OwnKinds]:
     """Return the kinds of this rank's state of each parameter."""
-    own = own_kinds(optimizers.params, {one: optimizers.state_of(one.param) for one in optimizers.params}, "saving")
+    states = {one: optimizers.state_of(one.param) for one in optimizers.params if not one.is_bytes}
+    own = own_kinds(optimizers.params, states, "saving")
     for each in own:
         kinds_to_json(each.kinds, each.name)
     return own
@@ -313,6 +314,8 @@ class StatePlan:
         # With the originals' names in the checkpoint.
         self._states: list[tuple[OptimParam, dict[Original, str], Kinds]] = []
         for one in params:
+            if one.is_bytes:
+                continue
             saved = {original: names[original] for original in one.originals if names[original]}
             if len(saved) == len(one.originals):
                 kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}

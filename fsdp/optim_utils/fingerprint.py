@@ -99,7 +99,7 @@ def state_of(params: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[P
     """
     for one, original in params.stepped_by(optimizer).by_number.values():
         kept = one.interval(original, one.comm.rank)
-        if kept is None:
+        if kept is None or _is_integer(one):  # of which no step uses state, and some forms keep none
             continue
         for key, value in flat_state(optimizer.state.get(one.param, {})).items():
             is_tensor = isinstance(value, Tensor) and (value.dim() > 0 or is_dtensor(value))
@@ -117,6 +117,10 @@ def _is_copied(one: OptimParam) -> bool:
     return one.handle is None or one.handle.is_local
 
 
+def _is_integer(one: OptimParam) -> bool:
+    return not (one.param.is_floating_point() or one.param.is_complex())
+
+
 def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
     """Return the number of this rank's elements of an original, in a tensor like the stepped parameter."""
     kept = one.interval(original, one.comm.rank)
@@ -124,14 +128,19 @@ def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
         return 0
     local = held_part(like) if is_dtensor(like) else like
     elements = local.detach().as_subclass(Tensor).reshape(-1)[kept.offset : kept.offset + kept.numel]
+    packing = None if one.handle is None else one.handle.flat_param.packings[original.slot]
+    dtype, shape = (like.dtype, original.shape) if packing is None else (packing.dtype, packing.shape)
+    start = kept.start
+    if _is_integer(one):  # as bytes, of which other forms have parts
+        elements, start = elements.unsqueeze(-1).view(torch.uint8), start * like.element_size()
     layout = None if one.handle is None else one.handle.layout
     if isinstance(layout, RowsLayout) and not one.is_owned and (dim := layout.slots[original.slot].dim):
-        rows = elements.view(layout.local_shape(original.slot, one.comm.rank))
+        rows = elements.view(*layout.local_shape(original.slot, one.comm.rank), *elements.shape[1:])
         first, total = layout.rows(original.slot, one.comm.rank)[0], layout.slots[original.slot].shape[dim]
         bits = fingerprint_of_rows(rows, dim, first, total)
     else:
-        bits = fingerprint_of_range(elements, kept.start)
-    return text_bits(f"{like.dtype} {tuple(original.shape)}") * bits
+        bits = fingerprint_of_range(elements, start)
+    return text_bits(f"{dtype} {tuple(shape)}") * bits
 
 
 def _of_value(value: Any) -> int:

@@ -157,7 +157,7 @@ def own_state(params: Parameters, optim: Any) -> OwnState:
     groups = held_by(params, optim, dictionary)
     numbers = [number for group in dictionary["param_groups"] for number in group["params"]]
     ids = dict(zip((one for group in groups for one in group), numbers, strict=True))
-    states = {one: dictionary["state"].get(number) for one, number in ids.items()}
+    states = {one: dictionary["state"].get(number) for one, number in ids.items() if not one.is_bytes}
     return OwnState(dictionary, groups, ids, {one: state for one, state in states.items() if state})
 
 

@@ -130,7 +130,7 @@ def plans_for(params: Parameters, full: Given) -> Plans:
     """Return the planned state of each parameter, which must agree for parameters in the same flat parameter."""
     with_state = {one for one, _ in full.states}
     has_elements = keys_with_elements((original.shape, state) for (_, original), state in full.states.items())
-    return {one: _plan(one, full, has_elements) for one in params.listed if one in with_state}
+    return {one: _plan(one, full, has_elements) for one in params.listed if one in with_state and not one.is_bytes}
 
 
 def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kinds:
@@ -498,7 +498,7 @@ def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[Opti
     for one, held in found.items():
         _check_groups(optimizer, one, held)
         of_each = {}
-        for original, (_, _, state) in held.items():
+        for original, (_, _, state) in () if one.is_bytes else held.items():
             for key, value in state.items():
                 if type(value) is not Tensor and not (value is None or isinstance(value, (int, float, complex))):
                     raise ValueError(
@@ -508,7 +508,7 @@ def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[Opti
             of_each[original] = kinds_of(
                 original.name, state, one.local_shape(original), has_elements=has_elements, remedy=_ANEW
             )
-        kinds[one] = common_kinds(of_each)
+        kinds[one] = common_kinds(of_each) if of_each else {}
     return kinds
 
 

@@ -64,6 +64,11 @@ class OptimParam:
         return LONE_RANK if self.handle is None else self.handle.replicas
 
     @property
+    def is_bytes(self) -> bool:
+        """Return whether it is sharded as bytes: no step changes it, and what an optimizer keeps of it has no use."""
+        return self.handle is not None and any(self.handle.flat_param.packings)
+
+    @property
     def device(self) -> torch.device:
         """Return the device from which its elements can be sent."""
         return self.param.device if self.handle is None else self.handle.storage.device

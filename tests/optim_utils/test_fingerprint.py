@@ -85,6 +85,8 @@ def _along_dimensions() -> str:
     for dim in (None, 0, 1, -1):
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(5, 300), nn.Conv2d(4, 3, (2, 5)), nn.Linear(2, 3, dtype=torch.complex64))
+        model[0].counts = nn.Parameter(torch.arange(33).view(3, 11), requires_grad=False)
+        model[1].mask = nn.Parameter(torch.arange(14).view(2, 7) % 3 > 0, requires_grad=False)
         if dim is None:
             model = fsdp.FullyShardedDataParallel(model, use_orig_params=True)
         else:
@@ -93,7 +95,7 @@ def _along_dimensions() -> str:
         optimizer = fsdp.OwnedOptimizer(
             model, [whole, {"optimizer": torch.optim.SGD, "momentum": 0.5, "sharded": True}]
         )
-        for param in model.parameters():
+        for param in filter(lambda param: param.requires_grad, model.parameters()):
             param.grad = torch.ones_like(param)
         optimizer.step()
         found.add(fsdp.fingerprint(model, optimizer))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp
 from fsdp import FullyShardedDataParallel, optim_utils, use_torch_collectives
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Net
@@ -146,3 +151,91 @@ def test_a_world_of_one_without_torch_distributed() -> None:
         model, fresh, optim_utils.full_optim_state_dict(model, optimizer), rank0_only=True
     )
     assert_same(fresh.state_dict(), own)
+
+
+class Counted(nn.Module):
+    """A frozen integer parameter, of which Adagrad keeps state from the beginning on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.counts = nn.Parameter(torch.arange(1, 8), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.linear(inputs) * self.counts.sum()
+        return out
+
+
+def _counted(seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Counted()
+    return model, _adagrad(model)
+
+
+def _adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=2)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+
+
+@every_form
+@on_ranks(2)
+def test_state_of_parameters_that_are_sharded_as_bytes_is_left_out(form: dict[str, Any]) -> None:
+    """Of full states, whether they are gathered or given; no step uses it."""
+    plain, expected = _counted()
+    _step(plain, expected)
+    whole = {name: expected.state[param] for name, param in plain.named_parameters()}
+    model: Any = FullyShardedDataParallel(_counted()[0], **form)
+    optimizer = _adagrad(model)
+    _step(model, optimizer)
+    full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert full is not None
+    assert_same(full["state"], {name: state for name, state in whole.items() if name != "counts"})
+    numbers = from_first(model.gather_full_optim_state_dict(optimizer))
+    loads: dict[str, Callable[[Any], None]] = {
+        "ours": lambda fresh: optim_utils.load_full_optim_state_dict(model, fresh, full),
+        "of a plain model": lambda fresh: optim_utils.load_full_optim_state_dict(model, fresh, full | {"state": whole}),
+        "by numbers": lambda fresh: fresh.load_state_dict(model.get_shard_from_optim_state_dict(numbers)),
+    }
+    for name, load in loads.items():
+        fresh = _adagrad(model)
+        load(fresh)
+        again = optim_utils.full_optim_state_dict(model, fresh, recipient_rank=None)
+        assert_same(again, full, name)
+    _step(plain, expected)
+    _step(model, fresh)
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@every_form
+@on_ranks(2)
+def test_an_optimizer_with_state_of_integers_is_handed_over(form: dict[str, Any]) -> None:
+    plain, expected = _counted()
+    module, optimizer = _counted()
+    _step(module, optimizer)
+    model = FullyShardedDataParallel(module, **form)
+    model.reshard_optimizer(optimizer)
+    _step(model, optimizer)
+    for _ in range(2):
+        _step(plain, expected)
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+def test_checkpoints_leave_state_of_bytes_out(tmp_path: Path) -> None:
+    makes = [FullyShardedDataParallel, partial(FullyShardedDataParallel, use_orig_params=True), fsdp.fully_shard]
+    for number, (make, other) in enumerate(itertools.product(makes, repeat=2)):
+        model = make(_counted()[0])
+        optimizer = _adagrad(model)
+        _step(model, optimizer)
+        fsdp.save(tmp_path / f"{number}", model, optimizer)
+        found = other(_counted(seed=1)[0])
+        loaded = _adagrad(found)
+        fsdp.load(tmp_path / f"{number}", found, loaded)
+        for each in (model, optimizer), (found, loaded):
+            _step(*each)
+        assert fsdp.fingerprint(found, loaded) == fsdp.fingerprint(model, optimizer)
