@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.parked_tensors import ParkedTensors, host_values
+from fsdp.checkpoint.parked_tensors import ParkedTensors, host_values, in_own_memory
 from fsdp.checkpoint.unit_states import UnitStates
 from fsdp.distributed.devices import HOST, Arrival, new_copy_stream, return_cached_memory
 from fsdp.engine.handle import FlatParamHandle
@@ -58,6 +58,9 @@ class ParkedSteps:
             hooks.move_to_end(after.id, last=False)  # users' hooks find all parameters again
             self._hooks = [after, optimizer.register_step_pre_hook(self._before)]
             self._hooks.append(optimizer.register_state_dict_post_hook(lambda _, tree: map_tensors(host_values, tree)))
+            self._hooks.append(
+                optimizer.register_load_state_dict_pre_hook(lambda _, tree: map_tensors(in_own_memory, tree))
+            )
         entry = handle, tensors
         self._parked.append(entry)
         try:

@@ -47,6 +47,11 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
             yield from plain_tensors(value._base)
 
 
+def in_own_memory(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor whose memory cannot be freed, as that of files; any other tensor itself."""
+    return tensor if all(one.untyped_storage().resizable() for one in plain_tensors(tensor)) else tensor.clone()
+
+
 def addresses(named: Iterable[Named]) -> set[int]:
     """Return the addresses of the storages of tensors, of those with bytes: the others have the same address."""
     storages = (one.untyped_storage() for _, value in named for one in plain_tensors(value))
@@ -97,8 +102,9 @@ class ParkedTensors:
                     if not storage.resizable():
                         raise ValueError(
                             f"{own} cannot be parked, because NumPy or another process shares its memory, or has "
-                            "shared it, or because torch.load has allocated it: give NumPy, or the model or optimizer "
-                            "that was loaded, a copy (tensor.detach().clone()), or leave out this part"
+                            "shared it, or because torch.load has allocated it, or it is of an earlier parking in a "
+                            "folder: give NumPy, or the model or optimizer that was loaded, a copy "
+                            "(tensor.detach().clone()), or leave out this part"
                         )
                     own = f"{own}.{len(names)}" if own in names else own
                     names.add(own)

@@ -268,6 +268,28 @@ def test_parking_twice_changes_nothing_and_contexts_bring_back_only_their_own(tm
     assert_same_state(full_state(model), before)
 
 
+@pytest.mark.parametrize("kind", ["flat", "rows", "owned, rows"])
+@on_ranks(2)
+def test_an_optimizer_that_was_loaded_while_it_was_parked_is_parked_again(kind: str, tmp_path: Path) -> None:
+    """From memory that cannot be freed: of torch.load, and of the file of the parked state itself."""
+    wrap, new_optimizer = KINDS[kind]
+    model = talk(wrap)
+    optimizer = new_optimizer(model)
+    backward(model, 0)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / f"{dist.get_rank()}.pt")
+    expected = fsdp.fingerprint(model, optimizer)
+    for source in "file", "itself":
+        with fsdp.parked(model, optimizer, to=tmp_path / "parked"):
+            loaded = torch.load(tmp_path / f"{dist.get_rank()}.pt") if source == "file" else optimizer.state_dict()
+            optimizer.load_state_dict(loaded)
+            fsdp.park(model, optimizer, to=tmp_path / "parked")
+            assert fsdp.fingerprint(model, optimizer) == expected
+        fsdp.unpark(model)
+        assert fsdp.fingerprint(model, optimizer) == expected
+    assert not list((tmp_path / "parked").iterdir())
+
+
 @on_ranks(2)
 def test_ranks_may_have_parked_different_tensors(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(nn.Linear(2, 2))
