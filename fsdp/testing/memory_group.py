@@ -64,6 +64,10 @@ class MemoryGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> MemoryGroup:
         return self  # `batch_isend_irecv` of torch 2.14 asks it whether it joins messages
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False, as gloo does: it allocates no tensors for communication."""
+        return False
+
     def _set_sequence_number_for_group(self) -> None:
         """Not needed: there is no state to agree on."""
 

@@ -21,6 +21,7 @@ from fsdp.testing import World
 from tests.helpers.equality import assert_same
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
 
@@ -180,6 +181,63 @@ def _train(way: str, steps: int) -> tuple[list[float], list[float], dict[str, Te
         losses.append(float(loss.detach()))
     state = {name: getattr(value, "full_tensor", value.clone)() for name, value in model.state_dict().items()}
     return losses, norms, state
+
+
+# Of each `FSDPModule` method, what it does before two backwards.
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "unshard": lambda model: model.unshard(async_op=True).wait(),
+    "reshard": lambda model: model.reshard(),
+    "wait_for_unshard": lambda model: model.wait_for_unshard(),
+    "set_reshard_after_forward": lambda model: model[0].set_reshard_after_forward(False),
+    "set_reshard_after_backward": lambda model: model.set_reshard_after_backward(False),
+    "set_modules_to_forward_prefetch": lambda model: model[0].set_modules_to_forward_prefetch([model[1]]),
+    "set_modules_to_backward_prefetch": lambda model: model[1].set_modules_to_backward_prefetch([model[0]]),
+    "set_unshard_in_backward": lambda model: model[0].set_unshard_in_backward(False),
+    "set_requires_gradient_sync": lambda model: model.set_requires_gradient_sync(False),
+    "set_requires_all_reduce": lambda model: model.set_requires_all_reduce(False),
+    "_set_unshard_async_op": lambda model: model._set_unshard_async_op(True),
+    "set_is_last_backward": lambda model: model.set_is_last_backward(False),
+    "set_manual_backward_finalization": lambda model: model.set_manual_backward_finalization(True),
+    "finalize_backward": lambda model: model.finalize_backward(),
+    "set_keep_unsharded_storage": lambda model: model.set_keep_unsharded_storage(True),
+    "set_gradient_divide_factor": lambda model: model[0].set_gradient_divide_factor(3.0),
+    "set_force_sum_reduction_for_comms": lambda model: model.set_force_sum_reduction_for_comms(True),
+    "set_reduce_scatter_unused_params": lambda model: model.set_reduce_scatter_unused_params(True),
+    "set_reduce_scatter_max_input_buffers": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    "set_custom_all_gather": lambda model: model[0].set_custom_all_gather(OwnAllGather()),
+    "set_custom_reduce_scatter": lambda model: model[0].set_custom_reduce_scatter(OwnReduceScatter()),
+    "set_all_reduce_hook": lambda model: model[0].set_all_reduce_hook(lambda gradient: gradient.mul_(2)),
+    "set_separate_reduce_scatter_group": lambda model: model.set_separate_reduce_scatter_group(),
+    "set_allocate_memory": lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
+    "set_symm_mem_for_comm": lambda model: model.set_symm_mem_for_comm(),
+    "reset_iter_state": lambda model: model.reset_iter_state(),
+    "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
+    "stream_weights": lambda model: model.stream_weights(lambda _: None, bucket_bytes=1000),
+}
+
+
+def test_methods_of_fully_shard_do_what_they_do_in_real_processes(ranks: RankPool) -> None:
+    assert_same(World(2).run(_call_methods), ranks(2).run(_call_methods))
+
+
+def _call_methods() -> dict[str, Any]:
+    found = {}
+    for name, call in METHODS.items():
+        torch.manual_seed(0)
+        model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 8)), fully_shard(nn.Linear(8, 4))))
+        try:
+            call(model)
+        except NotImplementedError:
+            found[name] = "refused"
+            continue
+        for step in range(2):
+            model(torch.full((2, 6), dist.get_rank() + step + 1.0)).square().mean().backward()
+        model.finalize_backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(2, 6)).mean().backward()
+        model.finalize_backward()
+        found[name] = [param.grad.full_tensor() for param in model.parameters()]
+    return found
 
 
 @pytest.mark.parametrize("way", ["wrapper", "rows"])
