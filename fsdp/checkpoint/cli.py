@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,26 +42,25 @@ from fsdp.optim_utils.state import Elements, Kind
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 TARGETS = ("fsdp", "safetensors", "dcp", "torch")
-_EPILOG = (
+_EXIT_CODES = (
     "Exit codes: 0 if all is well; 1 if a checkpoint is damaged, cannot be read or written, or does not fit; 2 for "
-    "wrong usage, as a path that is not there, or a target that is. Formats: "
-    + "; ".join(f"{each.word}, {each.what}" for each in FORMATS)
-    + "."
+    "wrong usage, such as a path that does not exist, or a target that exists."
 )
-_INSPECT = "show the contents of a checkpoint: tensors, the optimizer's groups and state, values"
+_EPILOG = "\n".join([_EXIT_CODES, "Formats:", *(f"  {each.word}: {each.what}" for each in FORMATS)])
+_INSPECT = "Show the contents of a checkpoint: tensors, the optimizer's groups and state, values."
 _VERIFY = (
-    "read a whole checkpoint, and list all damaged parts\n"
+    "Read a whole checkpoint, and list all damaged parts.\n"
     "Checkpoints of fsdp and files of torch are compared with their checksums. safetensors files have no checksums: "
     "only headers and sizes are compared."
 )
 _CONVERT = (
-    "write a checkpoint in another format\n"
+    "Write a checkpoint in another format.\n"
     "Tensors are read into memory a few MiB at a time; for dcp, a tensor at a time. The target is written to a "
     "temporary name (NAME.converting, for fsdp NAME.saving), synced, and renamed when it is complete; an error or an "
     "interrupt deletes it. The disk must have space for the new target in addition to a target that it replaces."
 )
 _DIAGNOSE = (
-    "merge the reports of all ranks of a job into a single page, with the first cause at the top\n"
+    "Merge the reports of all ranks of a job into a single page, with the first cause at the top.\n"
     "Ranks write reports to the folder of fsdp.set_watchdog(reports=FOLDER) or the environment variable FSDP_REPORTS."
 )
 _NO_LOCAL_STATE = (
@@ -155,8 +155,12 @@ class _Removed(argparse.Action):
 
 def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentParser:
     about_all = "Inspect, verify and convert checkpoints, plan the memory of a training, and merge reports."
-    parser = argparse.ArgumentParser(prog="fsdp", description=about_all, epilog=_EPILOG)
-    parser.add_argument("--version", action="version", version=f"fsdp {__version__}")
+    parser = argparse.ArgumentParser(
+        prog="fsdp", description=about_all, epilog=_EPILOG, formatter_class=_Lines, add_help=False
+    )
+    _add_help(parser)
+    version = f"fsdp {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="Print the version, and exit.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     about: tuple[tuple[str, str, Callable[..., int]], ...] = (
         ("inspect", _INSPECT, _inspect),
@@ -164,40 +168,71 @@ def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentPars
         ("convert", _CONVERT, _convert),
     )
     for name, text, run in about:
-        command = commands.add_parser(name, help=text.splitlines()[0], description=text, epilog=_EPILOG)
-        command.add_argument("path", metavar="CHECKPOINT", help="the file or folder")
+        command = add_command(commands, name, text, _EPILOG)
+        command.add_argument("path", metavar="CHECKPOINT", help="The file or folder.")
         if name == "inspect":
-            command.add_argument("--json", action="store_true", help="as JSON, with the optimizer's tensors one by one")
+            command.add_argument("--json", action="store_true", help="Print JSON, with each tensor of the optimizer.")
         elif name == "convert":
             _add_target(command)
-        command.add_argument("--from", dest="format", choices=WORDS, help="its format; found out without it")
+        command.add_argument(
+            "--from",
+            dest="format",
+            choices=WORDS,
+            help="The format of CHECKPOINT; by default, it is found from the files.",
+        )
         if name != "verify":
             _add_choices(command)
         command.set_defaults(run=run)
-    command = commands.add_parser("diagnose", help=_DIAGNOSE.splitlines()[0], description=_DIAGNOSE)
-    command.add_argument("path", metavar="FOLDER", help="the folder of the reports")
+    command = add_command(commands, "diagnose", _DIAGNOSE)
+    command.add_argument("path", metavar="FOLDER", help="The folder of the reports.")
     command.set_defaults(run=_diagnose)
     if add_commands is not None:
         add_commands(commands)
     return parser
 
 
+class _Lines(argparse.HelpFormatter):
+    """Wraps each line of a text by itself."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = [(line, line[: len(line) - len(line.lstrip())]) for line in text.splitlines()]
+        return "\n".join(textwrap.fill(line, width, subsequent_indent=begin + indent) for line, begin in lines)
+
+
+def add_command(commands: Any, name: str, about: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Add a command with a description of several lines; the list of commands has the first."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about.splitlines()[0], description=about, epilog=epilog, formatter_class=_Lines, add_help=False
+    )
+    _add_help(command)
+    return command
+
+
+def _add_help(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-h", "--help", action="help", help="Print this text, and exit.")
+
+
 def _add_target(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", metavar="TARGET", help="the file or folder to write")
+    command.add_argument("target", metavar="TARGET", help="The file or folder to write.")
     command.add_argument(
         "--to",
         type=_target,
         choices=TARGETS,
-        help="the format. Without it, TARGET says: .safetensors, or .pt, .pth, .bin and .ckpt for torch; else fsdp",
+        help="The format of TARGET. By default, its ending decides: .safetensors, or .pt, .pth, .bin and .ckpt for "
+        "torch; any other is fsdp.",
     )
-    command.add_argument("--only", choices=("model", "optimizer"), help="leave the other one out")
-    command.add_argument("--dtype", choices=tuple(_DTYPES), help="of the model's floating-point tensors, buffers too")
-    command.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same kind at TARGET")
+    command.add_argument("--only", choices=("model", "optimizer"), help="Write this part alone.")
+    command.add_argument(
+        "--dtype",
+        choices=tuple(_DTYPES),
+        help="Cast the model's floating-point tensors, including buffers, to this dtype.",
+    )
+    command.add_argument("--overwrite", action="store_true", help="Replace a checkpoint of the same kind at TARGET.")
     command.add_argument(
         "--max-file-bytes",
         type=_size,
         metavar="N",
-        help="for fsdp and safetensors: begin another file before there is more in one; 5G is 5 x 2^30",
+        help="For fsdp and safetensors: begin another file before a file has more than N bytes; 5G is 5 x 2^30.",
     )
     command.add_argument(
         "--tied",
@@ -205,36 +240,39 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         type=_pair,
         default=[],
         metavar="NAME=OTHER",
-        help="for torch, dcp and safetensors: write the model's tensor OTHER as NAME too, because plain models expect "
-        "all names of tied parameters, and sharded models save a single name",
+        help="For torch, dcp and safetensors: also write the model's tensor OTHER under NAME, because plain models "
+        "expect all names of tied parameters, and sharded models save a single name. May be repeated.",
     )
     command.add_argument(
         "--by-number",
         action="store_true",
-        help="for torch: the optimizer's parameters by numbers, as torch's optimizers load them, not by names",
+        help="For torch: write the optimizer's state by the numbers of parameters, as torch's optimizers load it, and "
+        "not by names.",
     )
     command.add_argument(
         "--flat-optimizer",
         action="store_true",
-        help="for dcp: as get_optimizer_state_dict has it with flatten_optimizer_state_dict=True",
+        help="For dcp: write the optimizer's state in the form of get_optimizer_state_dict with "
+        "flatten_optimizer_state_dict=True.",
     )
     command.add_argument("--template", action=_Removed, const=_NO_SHARDS, help=argparse.SUPPRESS)
 
 
 def _add_choices(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("for information that a checkpoint lacks, or keeps under an unusual name")
-    group.add_argument("--model-key", metavar="KEY", help="under which key the model is, as app.model")
-    group.add_argument("--optimizer-key", metavar="KEY", help="under which key the optimizer is")
+    group.add_argument("--model-key", metavar="KEY", help="The key of the model, such as app.model.")
+    group.add_argument("--optimizer-key", metavar="KEY", help="The key of the optimizer.")
     group.add_argument(
         "--param-order",
         metavar="FILE",
-        help="for an optimizer with numbered parameters: a file with their names, a line each, in the order of the "
-        "optimizer (with a single group, the order of model.named_parameters()). For fairscale, the keys of the shards",
+        help="For an optimizer with numbered parameters: a file with their names, one in each line, in the order of "
+        "the optimizer (with a single group, the order of model.named_parameters()). For fairscale: the keys of the "
+        "shards.",
     )
     group.add_argument(
         "--optimizer-files",
         metavar="PATH",
-        help="for fairscale and fsdp1: files of the optimizer's state, if they are separate from the weights",
+        help="For fairscale and fsdp1: the files of the optimizer's state, if they are separate from the weights.",
     )
     command.add_argument("--like", action=_Removed, const=_NO_LOCAL_STATE, help=argparse.SUPPRESS)
 

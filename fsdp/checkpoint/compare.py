@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp.checkpoint.cli import FINE, WRONG, UsageError
+from fsdp.checkpoint.cli import FINE, WRONG, UsageError, add_command
 from fsdp.checkpoint.untrusted import BROKEN, opened, readable
 from fsdp.optim_utils.recording import FORMAT, VERSION, Key
 
 _DIGITS = 16  # of a fingerprint
 _COMPARE = (
-    "name the first step, unit, parameter and direction in which two trainings differ\n"
+    "Name the first step, unit, parameter and direction in which two trainings differ.\n"
     "They were recorded by fsdp.record_fingerprints. The exit code is 1 if they differ."
 )
 
@@ -103,9 +103,9 @@ def differences(one: Recorded, other: Recorded) -> Iterator[Difference]:
 
 
 def add_compare(commands: Any) -> None:
-    command = commands.add_parser("compare", help=_COMPARE.splitlines()[0], description=_COMPARE)
-    command.add_argument("one", metavar="A", help="a recording")
-    command.add_argument("other", metavar="B", help="another one")
+    command = add_command(commands, "compare", _COMPARE)
+    command.add_argument("one", metavar="A", help="A recording.")
+    command.add_argument("other", metavar="B", help="Another recording.")
     command.set_defaults(run=_run)
 
 

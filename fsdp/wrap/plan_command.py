@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.checkpoint.cli import FINE, WRONG, UsageError
+from fsdp.checkpoint.cli import FINE, WRONG, UsageError, add_command
 from fsdp.engine.precision import MixedPrecision
 from fsdp.wrap import lambda_wrap_policy
 from fsdp.wrap.plan import Plan, plan
@@ -21,38 +21,55 @@ from fsdp.wrap.plan_wrapping import plan_wrapping
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _PLAN = (
-    "tell what training a model takes on each rank: memory by phase, bytes on the wire, collectives\n"
+    "Print what the training of a model takes on each rank: memory by phase, bytes on the wire, collectives.\n"
     "Nothing is allocated: the model is made on the meta device, and the other ranks are imagined."
 )
 
 
 def add_plan(commands: Any) -> None:
     """Add the command to a parser."""
-    command = commands.add_parser("plan", help=_PLAN.splitlines()[0], description=_PLAN)
+    command = add_command(commands, "plan", _PLAN)
     command.add_argument(
         "factory",
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the plain model, or a pair: the model, and what it is called "
-        "with (a tensor, a tuple of arguments, or a dictionary of keywords), without which activations are left out",
+        help="A function without arguments that returns the plain model, or a pair of the model and its input (a "
+        "tensor, a tuple of arguments, or a dictionary of keywords). Without an input, activations are left out.",
     )
-    command.add_argument("--world-size", type=int, required=True, metavar="N", help="how many ranks there are")
-    command.add_argument("--replicas", type=int, default=1, metavar="N", help="how many ranks hold the same shard")
+    command.add_argument("--world-size", type=int, required=True, metavar="N", help="The number of ranks.")
     command.add_argument(
-        "--unit", action="append", default=[], metavar="CLASS", help="make the modules of this class units; repeatable"
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="The number of ranks that hold the same shard; 1 by default.",
     )
-    command.add_argument("--keep", action="store_true", help="keep parameters unsharded from forward to backward")
-    command.add_argument("--offload", action="store_true", help="keep parameters and optimizer state on the host")
-    command.add_argument("--dtype", choices=_DTYPES, help="compute and communicate in it")
-    command.add_argument("--optimizer", default="AdamW", metavar="CLASS", help="of torch.optim; AdamW without it")
-    command.add_argument("--backend", default="gloo", help="gloo, or another one, such as nccl; gloo without it")
-    command.add_argument("--bandwidth", type=float, metavar="GB", help="in which a rank sends, in GB (10^9) per second")
+    command.add_argument(
+        "--unit",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="Make each module of this class a unit. May be repeated.",
+    )
+    command.add_argument("--keep", action="store_true", help="Keep parameters unsharded from forward to backward.")
+    command.add_argument("--offload", action="store_true", help="Keep parameters and optimizer state on the host.")
+    command.add_argument("--dtype", choices=_DTYPES, help="Compute and communicate in this dtype.")
+    command.add_argument(
+        "--optimizer", default="AdamW", metavar="CLASS", help="A class of torch.optim; AdamW by default."
+    )
+    command.add_argument(
+        "--backend", default="gloo", help="The backend of the process group, such as nccl; gloo by default."
+    )
+    command.add_argument(
+        "--bandwidth", type=float, metavar="GB", help="The rate at which a rank sends, in GB (10^9 bytes) per second."
+    )
     command.add_argument(
         "--budget",
         type=float,
         metavar="GIB",
-        help="choose units that take at most so many GiB (2^30 bytes) on each rank, with the fewest bytes on the wire",
+        help="Choose units that take at most this number of GiB (2^30 bytes) on each rank, with the fewest bytes on "
+        "the wire. The exit code is 1 if no units do.",
     )
-    command.add_argument("--json", action="store_true", help="as JSON")
+    command.add_argument("--json", action="store_true", help="Print JSON.")
     command.set_defaults(run=_run)
 
 

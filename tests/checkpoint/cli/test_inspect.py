@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path, PosixPath
 import pytest
 import torch
 
+from fsdp.__main__ import _add
+from fsdp.checkpoint import cli
 from tests.helpers.convert_formats import command, converted, kinds, saved, trained
 from tests.helpers.models import nested_mlp
 from tests.helpers.paths import ROOT
@@ -87,6 +90,17 @@ def test_damage_is_one_line_without_a_traceback(tmp_path: Path, capsys: Captured
 
 
 # As a process
+
+
+def test_help_consists_of_sentences() -> None:
+    parser = cli._parser(_add)
+    (listed,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    assert {"inspect", "verify", "convert", "diagnose", "plan", "compare"} == listed.keys()
+    for name, each in {"": parser, **listed}.items():
+        texts = {action.dest: action.help for action in each._actions if action.help not in (None, argparse.SUPPRESS)}
+        for about, text in {**texts, "about": each.description, "listed": each.description.splitlines()[0]}.items():
+            assert text[0].isupper(), (name, about, text)
+            assert text.endswith("."), (name, about, text)
 
 
 def test_the_version_is_told(capsys: Captured) -> None:
