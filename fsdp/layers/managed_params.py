@@ -131,7 +131,8 @@ def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
         if type(param) is not nn.Parameter and is_packed(param):
             continue  # its class has the memory, and bytes are copied from there
         local = _memory_of(param)
-        address = 0 if local.is_meta or not local.numel() else local.data_ptr()  # 0 for classes with inner tensors
+        has_memory = local.numel() and not local.is_meta and local.layout is torch.strided
+        address = local.data_ptr() if has_memory else 0  # 0 also for classes with inner tensors
         other = seen.setdefault(address, name) if address else name
         if other != name:
             raise _lost_tie(name, other)
@@ -191,10 +192,17 @@ def _check(fqn: str, param: nn.Parameter, for_unit: bool, takes_all: bool) -> No
             "torchao, or Params4bit), or pass it in ignored_parameters (ignored_params of fully_shard), so that every "
             "rank keeps it"
         )
-    if param.is_quantized or not (takes_all or param.is_floating_point() or param.is_complex()):
+    if param.is_quantized:
         raise TypeError(
-            f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded here. Register it "
-            "as a buffer (register_buffer) if it is not trained, or pass it in ignored_parameters."
+            f"{fqn} is a parameter of {param.dtype}, one of torch's own quantised dtypes, which are not sharded: "
+            "quantise the weight with a class of torchao, register it as a buffer (register_buffer), or pass it in "
+            "ignored_parameters (ignored_params of fully_shard)"
+        )
+    if not (takes_all or param.is_floating_point() or param.is_complex()):
+        raise TypeError(
+            f"{fqn} is a parameter of {param.dtype}: integers are sharded only in units, by "
+            "FullyShardedDataParallel or fully_shard. Register it as a buffer (register_buffer), or pass it in "
+            "ignored_parameters."
         )
     if is_lazy(param):
         raise TypeError(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
@@ -202,3 +203,10 @@ def test_a_wrapped_model_is_refused() -> None:
         alone(sharded, {Block})
     with pytest.raises(TypeError, match="no_such_option"):
         alone(plain(), {Block}, no_such_option=1)
+
+
+def test_a_sparse_parameter_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].extra = nn.Parameter(torch.eye(4).to_sparse())
+    with pytest.raises(TypeError, match=r"extra is a torch\.sparse_coo cpu parameter"):
+        fsdp.shard(model, units={nn.Linear}, process_group=Alone())
