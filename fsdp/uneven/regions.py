@@ -44,8 +44,8 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
     """Collective. Run a module on a subset of the ranks, while the other ranks take part in its collectives.
 
     For example, use it for a vision tower and a batch without images, an expert without tokens, or a dropped layer.
-    All ranks of the outermost wrapper call it, at the same place and for the same module, inside the wrapper's
-    forward. The ranks exchange in a small message whether they run the module:
+    All ranks of the outermost wrapper, or module under `fully_shard`, call it, at the same place and for the same
+    module, inside its forward. The ranks exchange in a small message whether they run the module:
 
     - if no rank runs it, its parameters are not all-gathered;
     - if all ranks run it, the effect is the same as a direct call;
@@ -56,7 +56,7 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
     forward. Ranks wait for the message on the host.
 
     Args:
-        module: a part of a wrapped model: a wrapped module, a module with wrapped modules inside, or a plain module.
+        module: a part of a sharded model: a unit, a module with units inside, or a plain module.
         run_here: whether this rank runs it.
         args, kwargs: arguments of the module; ignored on ranks that do not run it.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -86,16 +87,16 @@ def choose(generator: torch.Generator) -> list[Choice]:
 class Pair:
     """A sharded model and its twin, which every rank trains on the batches and choices of all."""
 
-    def __init__(self, seed: int = 0, recompute: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self, seed: int = 0, recompute: bool | None = None, shard: Wrap = FullyShardedDataParallel, **options: Any
+    ) -> None:
         torch.set_default_dtype(torch.float64)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.recompute = recompute
         torch.manual_seed(seed)
         self.plain: nn.Module = Choosing(keep)
         source = copy.deepcopy(self.plain.state_dict())
-        self.model: Any = FullyShardedDataParallel(
-            Choosing(lambda module: FullyShardedDataParallel(module, **options)), **options
-        )
+        self.model: Any = shard(Choosing(lambda module: shard(module, **options)), **options)
         self.model.load_state_dict(source)
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (self.plain, self.model)]
         self.generator = torch.Generator().manual_seed(seed)
@@ -106,7 +107,9 @@ class Pair:
         batches = torch.randn(self.world_size, 2, WIDTH, generator=self.generator)
         for batch, choice in zip(batches, choices, strict=True):
             (self.plain(batch, choice, directly).square().mean() / self.world_size).backward()
-        with nullcontext() if sync else self.model.no_sync():
+        if is_rows := isinstance(self.model, fsdp.FSDPModule):
+            self.model.set_requires_gradient_sync(sync)
+        with nullcontext() if sync or is_rows else self.model.no_sync():
             output = self.model(batches[self.rank], choices[self.rank], fsdp.cond, self.recompute)
             output.square().mean().backward()
 
@@ -116,4 +119,10 @@ class Pair:
             optimizer.zero_grad()
 
     def assert_close(self) -> None:
-        assert_close_state(self.model.state_dict(), self.plain.state_dict(), atol=1e-12)
+        state = {name: whole(value) for name, value in self.model.state_dict().items()}
+        assert_close_state(state, self.plain.state_dict(), atol=1e-12)
+
+
+def whole(value: Tensor) -> Tensor:
+    """A value of a state dict, of all ranks if it is a `DTensor`."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
