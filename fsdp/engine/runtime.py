@@ -85,6 +85,7 @@ class Runtime:
         self._waiting: list[Unit] = []  # they have all gradients, and something in the backward reads them yet
         self._left: list[FlatParamHandle] = []  # copies of the last forward; no backward has run since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
+        self._switching = [unit for unit in self.units if unit.precision.full_in_eval]
         self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
@@ -142,7 +143,8 @@ class Runtime:
                 return
         self._running.append(call)
         if is_outermost:
-            self.passes.begin_forward(unit.name, unit.ranks, unit.mode)
+            modes = [f"with {each.name} in {each.mode}" for each in self._switching if each is not unit]
+            self.passes.begin_forward(unit.name, unit.ranks, unit.mode, modes)
         self.participation.enter(call, is_outermost=is_outermost)
         if is_outermost and (self._left or self._kept) and not self.participation.is_joining:
             self._reshard_overwritten()
