@@ -554,6 +554,8 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Collective. Backward has ended on all ranks: reduce the rest of its gradients, and show all of them."""
+        for unit in self.units:
+            unit.take_assigned_gradients()
         gradients = [handle.gradients for handle in self.handles]
         has_gradient = any(each.has_arrived for each in gradients)
         has_any = has_gradient or any(each.times_taken or not each.is_empty for each in gradients)

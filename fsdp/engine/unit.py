@@ -321,6 +321,13 @@ class Unit:
         if handle.take_gradient(slot, leaf, self.policy.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
+    def take_assigned_gradients(self) -> None:
+        """Take gradients that a user's code has assigned to unsharded parameters, for which autograd calls no hook."""
+        for handle in self.handles:
+            for slot, leaf in enumerate(handle.unsharded.leaves):
+                if leaf.grad is not None:
+                    handle.take_gradient(slot, leaf, self.policy.predivide)
+
     def add_handle(self, shard: Shard, reduce_comm: Communicator, kept_shard: KeptShard | None) -> None:
         """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
         precision = self.precision_at(shard.places[0])

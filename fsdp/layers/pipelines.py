@@ -40,10 +40,8 @@ def finalize_backward(unit: Unit) -> None:
     to unsharded parameters, for which autograd has called no hook.
     """
     for _, each in units_in(unit):
+        each.take_assigned_gradients()
         for handle in each.handles:
-            for slot, leaf in enumerate(handle.unsharded.leaves):
-                if leaf.grad is not None:
-                    handle.take_gradient(slot, leaf, each.policy.predivide)
             handle.mark_unreduced()
     runtime_of(unit).reduce_accumulated()
 
