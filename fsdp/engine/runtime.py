@@ -322,7 +322,6 @@ class Runtime:
                     f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
                     "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
                 )
-
             for handle in unit.handles:
                 if handle.was_written:
                     self.checks.merge_written(handle)
