@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.communicator import during
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone
-from fsdp.distributed.dtensor import held_part, is_dtensor
+from fsdp.distributed.dtensor import MeshPart, held_part, is_dtensor
 from fsdp.engine.names import clean_name
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import Unit, units_in
@@ -56,6 +56,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
     Raises:
         TypeError: for another model.
+        NotImplementedError: for tensor-parallel parameters.
         ValueError: for an optimizer's state that is neither of the shape of a shard nor a number.
         RuntimeError: inside a forward, backward or `summon_full_params`; if some ranks pass no optimizer, or another.
     """
@@ -78,10 +79,23 @@ def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | No
         for handle in unit.handles:
             handle.absorb()
     params = Parameters(model, root)
+    refuse_tensor_parallel(params, "fsdp.fingerprint")
     buffers = [Part(clean_name(name), "", _of_value(buffer), is_copy=True) for name, buffer in model.named_buffers()]
     found = [*weights_of(params), *buffers, *(() if optimizer is None else state_of(params, optimizer))]
     release(params.listed)
     return found
+
+
+def refuse_tensor_parallel(params: Parameters, what: str) -> None:
+    """Raise NotImplementedError if further ranks have other parts of a parameter, whose numbers would be missing."""
+    for one, original in params.by_number.values():
+        part = MeshPart.of(one.param) if one.handle is None else original.part
+        if part is not None and not part.data_dims.issuperset(part.sharded_dims):
+            raise NotImplementedError(
+                f"{what}: {original.name} is tensor-parallel, and its other parts belong to ranks that do not take "
+                "part in this call. Load the checkpoint of fsdp.save into a model without tensor parallelism, and "
+                "compare that one."
+            )
 
 
 def weights_of(params: Parameters, of_gradients: bool = False) -> Iterator[Part]:

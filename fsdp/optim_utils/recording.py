@@ -34,7 +34,7 @@ from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules
 from fsdp.layers.fingerprints import fingerprint_of_range
 from fsdp.layers.verify import require_sharded
-from fsdp.optim_utils.fingerprint import Part, merged, state_of, text_bits, weights_of
+from fsdp.optim_utils.fingerprint import Part, merged, refuse_tensor_parallel, state_of, text_bits, weights_of
 from fsdp.optim_utils.params import Parameters
 from fsdp.optim_utils.state import groups_of, options_of
 
@@ -69,6 +69,7 @@ class FingerprintRecording:
         self._root = require_sharded(model, "fsdp.record_fingerprints")
         self._runtime = runtime_of_root(self._root, "fsdp.record_fingerprints()", "module")
         self._params = Parameters(model, self._root)
+        refuse_tensor_parallel(self._params, "fsdp.record_fingerprints")
         self._names = {(one.handle, original.slot): original.name for one, original in self._params.by_number.values()}
         self._units = {
             original.name: "" if one.handle is None else self._unit_name(one.handle.unit_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import fsdp
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tensor_parallel import SENTENCES, gpt, mesh_of, over_data, perceptron
@@ -122,3 +124,25 @@ def test_meshes_that_overlap_in_part_have_no_common_norm() -> None:
 
 def _two(one: Any, other: Any) -> tuple[Any, Any]:
     return one["all"], other["tp"]
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+@pytest.mark.parametrize("form", ["flat", "rows"])
+@on_ranks(4)
+def test_fingerprints_of_parts_are_refused(form: str, is_ignored: bool, tmp_path: Path) -> None:
+    mesh = mesh_of(2, 2)
+    model: Any = nn.Sequential(nn.Linear(2, 2), Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)])))
+    ignored = {model[1].weight} if is_ignored else set()
+    if form == "flat":
+        model = over_data(mesh)(model, ignored_parameters=ignored)
+    else:
+        fsdp.fully_shard(model, mesh=mesh["dp"], ignored_params=ignored)
+    what = r": 1\.weight is tensor-parallel, .* fsdp.save into a model without tensor parallelism"
+    with pytest.raises(NotImplementedError, match="fsdp.fingerprint" + what):
+        fsdp.fingerprint(model)
+    with pytest.raises(NotImplementedError, match="fsdp.record_fingerprints" + what):
+        fsdp.record_fingerprints(model, tmp_path / "recording")
+    copied: Any = nn.Sequential(Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Replicate()])))
+    plain: Any = nn.Sequential(Holder(torch.ones(4, 2)))
+    fsdp.fully_shard(copied, mesh=mesh["dp"])
+    assert fsdp.fingerprint(copied) == fsdp.fingerprint(fsdp.fully_shard(plain))
