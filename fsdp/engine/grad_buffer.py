@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -286,19 +286,18 @@ def divided(sums: Tensor, divisor: float) -> Tensor:
     return sums if divisor == 1.0 else sums.div_(divisor)
 
 
-def check_gradient(name: str, gradient: Tensor) -> None:
-    """Raise RuntimeError for a parameter's gradient that cannot be a part of a flat gradient."""
+def refuse_gradient(name: str, gradient: Tensor) -> NoReturn:
+    """Raise RuntimeError for a gradient that has a graph or is sparse: a flat gradient cannot contain it."""
     if gradient.requires_grad:
         raise RuntimeError(
             f"{name}: its gradient has a graph, of backward(create_graph=True), and ranks sum gradients without "
             "graphs. Compute what is differentiated again by torch.autograd.grad(..., create_graph=True), and call "
             "backward() for the loss."
         )
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"{name} has a gradient of layout {gradient.layout}: flat gradients are dense. Make the embedding with "
-            "sparse=False."
-        )
+    raise RuntimeError(
+        f"{name} has a gradient of layout {gradient.layout}: flat gradients are dense. Make the embedding with "
+        "sparse=False."
+    )
 
 
 def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> None:

@@ -39,7 +39,7 @@ from fsdp.distributed.gather_extension import gradient_values
 from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import InternalError, outside_modes
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo, keep_gradients_in
-from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, check_gradient, divided
+from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided, refuse_gradient
 from fsdp.engine.gradient_hooks import IN_BACKWARD, GradientHooks
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.phase import Phase
@@ -567,7 +567,8 @@ class FlatParamHandle:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
-            check_gradient(self.layout.slots[slot].name, gradient)
+            if gradient.requires_grad or gradient.layout is not torch.strided:
+                refuse_gradient(f"{self.unit_name}: {self.layout.slots[slot].name}", gradient)
             part = self.flat_param.parts[slot]
             values = gradient if part is None else part.gradient(gradient, self.gradients.dtype)
             if type(values) is not Tensor or self.flat_param.examples[slot] is not None:
