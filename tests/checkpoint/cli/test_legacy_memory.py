@@ -74,5 +74,5 @@ def test_converting_needs_memory_for_pieces(ranks: RankPool, tmp_path: Path) -> 
         """,
     )
     for each in found:
-        assert each <= 16, f"{each:.1f} MiB of {WHOLE:.0f}"
+        assert each <= 20, f"{each:.1f} MiB of {WHOLE:.0f}"
     assert mapped > 0.9 * WHOLE / 6  # so the measure sees pages of mapped files
