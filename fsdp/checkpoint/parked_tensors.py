@@ -48,7 +48,7 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def in_own_memory(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor whose memory cannot be freed, as that of files; any other tensor itself."""
+    """Return a copy of a tensor whose memory cannot be freed, such as memory of a file; any other tensor as it is."""
     return tensor if all(one.untyped_storage().resizable() for one in plain_tensors(tensor)) else tensor.clone()
 
 
