@@ -273,7 +273,14 @@ class OrigParams:
     def collect_gradients(self) -> None:
         """Follow changes of users to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
-        if self._flat_param.grad is None and self._has_gradient():
+        if self._flat_param.grad is None and not self._has_gradient():
+            return
+        given = {
+            slot: self.given_gradient(slot)
+            for slot, param in enumerate(self.params)
+            if not (param.grad is None or isinstance(param.grad, Placeholder))
+        }  # if that raises, nothing has changed
+        if self._flat_param.grad is None:
             shown = None if self._grad is None else self._grad()
             # Where it was not shown by us, users have assigned gradients.
             flat = self._flat_param
@@ -283,10 +290,10 @@ class OrigParams:
             return
         for slot, param in enumerate(self.params):
             ours = self._of(grad, slot)
-            if param.grad is None or isinstance(param.grad, Placeholder):
+            if slot not in given:
                 ours.zero_()
-            elif _address(given := self.given_gradient(slot)) != _address(ours):
-                ours.copy_(given)
+            elif _address(given[slot]) != _address(ours):
+                ours.copy_(given[slot])
                 param.grad = self._show(slot, ours)
 
 

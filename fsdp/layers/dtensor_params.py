@@ -324,7 +324,13 @@ class DTensorParams(OrigParams):
 
     def given_gradient(self, slot: int) -> Tensor:
         param: Any = self.params[slot]
-        if is_dtensor(param.grad) and param.grad.placements != param.placements:  # autograd's of a sum is replicated
+        if not is_dtensor(param.grad):
+            raise RuntimeError(
+                f"{self._layout.slots[slot].name} has a gradient that is no DTensor, unlike the parameter. Distribute "
+                "what is assigned to .grad (torch.distributed.tensor.distribute_tensor) with the device_mesh and the "
+                "placements of the parameter. A function in backward must assign it before its unit is resharded."
+            )
+        if param.grad.placements != param.placements:  # autograd's of a sum is replicated
             with torch.no_grad():
                 param.grad = param.grad.redistribute(param.device_mesh, param.placements)
         return super().given_gradient(slot)

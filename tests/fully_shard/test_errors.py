@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -323,3 +324,19 @@ def _message(mistake: Callable[[], None]) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_no_dtensor_is_named() -> None:
+    torch.manual_seed(0)
+    model: Any = linear()
+    plain = copy.deepcopy(model)
+    weight = fsdp.fully_shard(model).weight
+    weight.grad = torch.ones(3, 5)
+    with pytest.raises(RuntimeError, match=r"weight has a gradient that is no DTensor.*distribute_tensor"):
+        once(model, INPUTS)
+    plain.weight.grad = torch.ones(3, 5)
+    weight.grad = distribute_tensor(plain.weight.grad, weight.device_mesh, weight.placements)
+    for each in (model, plain):
+        once(each, INPUTS)
+    assert torch.allclose(weight.grad.full_tensor(), plain.weight.grad)
