@@ -109,7 +109,7 @@ def test_replicas_of_what_is_sharded_are_refused() -> None:
             model._replicate_for_data_parallel()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")  # of two classes, by the version of torch
 @on_ranks(2)
 def test_what_torch_jit_would_make_of_shards_is_refused() -> None:
     for model in (nested_mlp(fully_sharded()), fsdp.fully_shard(nested_mlp(keep))):
