@@ -119,7 +119,7 @@ class Passes:
             name: of the outermost unit that is called.
             ranks: the ranks that run it.
             mode: as "train()".
-            others: modes of units inside that gather in other ways in them.
+            others: the modes of inner units whose dtype depends on the mode, as "with blocks.1 in eval()".
         """
         if self._is_stopped:
             return

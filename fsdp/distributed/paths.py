@@ -23,7 +23,7 @@ _MODES = (
     "Have the same pass in the same mode on every rank: torch.no_grad(), eval(), no_sync(), and factors that divide "
     "gradients."
 )
-_SHOWN = 3  # modes of a pass
+_MOST_MODES = 3  # that a message lists for each side
 _FROZEN = "Freeze and unfreeze the same parameters on every rank (requires_grad_)."
 
 
@@ -127,7 +127,7 @@ class _Divergence:
 
     def _text_of_modes(self) -> str:
         own, others = (
-            " ".join([word for word in side.here.mode if word not in other.here.mode][:_SHOWN])
+            " ".join([word for word in side.here.mode if word not in other.here.mode][:_MOST_MODES])
             for side, other in ((self.odd, self.rest), (self.rest, self.odd))
         )
         runs = "runs" if len(self.odd.ranks) == 1 else "run"

@@ -85,7 +85,7 @@ class Runtime:
         self._waiting: list[Unit] = []  # they have all gradients, and something in the backward reads them yet
         self._left: list[FlatParamHandle] = []  # copies of the last forward; no backward has run since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
-        self._switching = [unit for unit in self.units if unit.precision.full_in_eval]
+        self._switching = [unit for unit in self.units if unit.precision.full_in_eval]  # between dtypes
         self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised

@@ -72,11 +72,9 @@ def fingerprint_of_range(values: Tensor, start: int) -> int:
         values: the elements, contiguous in memory.
         start: the position of the first element in the whole tensor.
     """
-    real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
-    data = real.resolve_neg().reshape(-1).contiguous()
-    start *= data.numel() // max(values.numel(), 1)
-    words = _words(data)
-    weights, found = _weights(data.device, _WORDS), torch.zeros((), dtype=torch.int64, device=data.device)
+    words = _words(values)
+    start *= words.numel() // max(values.numel(), 1)
+    weights, found = _weights(words.device, _WORDS), torch.zeros((), dtype=torch.int64, device=words.device)
     for first in range(start - start % _WORDS, start + words.numel(), _WORDS):
         begin, end = max(first, start), min(first + _WORDS, start + words.numel())
         mixed = _mixed(words[begin - start : end - start])
@@ -85,15 +83,18 @@ def fingerprint_of_range(values: Tensor, start: int) -> int:
 
 
 def fingerprint_of_rows(values: Tensor, dim: int, first: int, total: int) -> int:
-    """Return the same of the rows from `first` on, of the `total` rows of a tensor: its slices along `dim`.
+    """Return the 64 bits of `fingerprint_of_range` for slices of a tensor along `dim`, as any rank may hold.
 
-    The rows are runs of elements at equal distances in the whole tensor.
+    Args:
+        values: the slices; their elements are runs at equal distances in the whole tensor.
+        dim: the dimension along which the tensor is divided.
+        first, total: the index of the first slice, and the size of the whole tensor along `dim`.
     """
-    real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
-    row, words = real.shape[dim + 1 :].numel(), _words(real.resolve_neg().reshape(-1).contiguous())
+    words = _words(values)
     if not words.numel():
         return 0
-    run, distance = real.shape[dim] * row, total * row
+    row = values.shape[dim + 1 :].numel() * (words.numel() // values.numel())
+    run, distance = values.shape[dim] * row, total * row
     weights, found = _weights(words.device, _WORDS), torch.zeros((), dtype=torch.int64, device=words.device)
     blocks = -(-words.numel() // run * distance // _WORDS)
     factors = torch.tensor([_factor(block) for block in range(blocks)], device=words.device)
@@ -105,9 +106,10 @@ def fingerprint_of_rows(values: Tensor, dim: int, first: int, total: int) -> int
     return int(found) & _MASK
 
 
-def _words(data: Tensor) -> Tensor:
-    """Return the elements of a vector as integers of their size."""
-    return data.view(_INTEGERS[data.element_size()])
+def _words(values: Tensor) -> Tensor:
+    """Return the elements of a tensor as a vector of integers of their size, two for each complex number."""
+    real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
+    return real.resolve_neg().reshape(-1).contiguous().view(_INTEGERS[real.element_size()])
 
 
 def _mixed(words: Tensor) -> Tensor:

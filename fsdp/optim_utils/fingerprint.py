@@ -87,7 +87,7 @@ def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | No
 
 
 def refuse_tensor_parallel(params: Parameters, what: str) -> None:
-    """Raise NotImplementedError if further ranks have other parts of a parameter, whose numbers would be missing."""
+    """Raise NotImplementedError for tensor-parallel parameters: ranks outside of the call hold parts of them."""
     for one, original in params.by_number.values():
         part = MeshPart.of(one.param) if one.handle is None else original.part
         if part is not None and not part.data_dims.issuperset(part.sharded_dims):

@@ -65,7 +65,7 @@ class OptimParam:
 
     @property
     def is_bytes(self) -> bool:
-        """Return whether it is sharded as bytes: no step changes it, and what an optimizer keeps of it has no use."""
+        """Return whether it is sharded as bytes: it is frozen, and an optimizer never uses its state."""
         return self.handle is not None and any(self.handle.flat_param.packings)
 
     @property

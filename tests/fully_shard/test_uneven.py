@@ -21,9 +21,6 @@ from tests.helpers.uneven_models import Pair
 @on_ranks("world_size", timeout=120)
 def test_choices_equal_the_unsharded_model(recompute: bool | None, accumulate: int, options: dict[str, Any]) -> None:
     pair = Pair(recompute=recompute, shard=fsdp.fully_shard, **options)
-    for _ in range(3):
-        for turn in range(accumulate):
-            pair.backward(sync=turn == accumulate - 1)
-        pair.step()
+    pair.train(steps=3, accumulate=accumulate)
     pair.assert_close()
     assert_at_rest(pair.model)

@@ -118,6 +118,13 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad()
 
+    def train(self, steps: int, accumulate: int) -> None:
+        """Take steps, each after so many backwards."""
+        for _ in range(steps):
+            for turn in range(accumulate):
+                self.backward(sync=turn == accumulate - 1)
+            self.step()
+
     def assert_close(self) -> None:
         state = {name: whole(value) for name, value in self.model.state_dict().items()}
         assert_close_state(state, self.plain.state_dict(), atol=1e-12)

@@ -336,10 +336,7 @@ def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8() -> Non
 @on_ranks("world_size", timeout=120)
 def test_choices_equal_the_unsharded_model(recompute: bool | None, accumulate: int, options: dict[str, Any]) -> None:
     pair = Pair(recompute=recompute, **options)
-    for _ in range(2):
-        for turn in range(accumulate):
-            pair.backward(sync=turn == accumulate - 1)
-        pair.step()
+    pair.train(steps=2, accumulate=accumulate)
     pair.assert_close()
     assert_at_rest(pair.model)
 
