@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fsdp.distributed.watchdog import set_watchdog
     from fsdp.engine.shard_metadata import FlatParamShardMetadata
     from fsdp.layers.compression import Compression, QuantizedGather, QuantizedReduce, compress
+    from fsdp.layers.full_precision import full_precision
     from fsdp.layers.grad_clipping import reduce_gradients
     from fsdp.layers.nonfinite import detect_nonfinite
     from fsdp.layers.recovery import recover
@@ -93,6 +94,7 @@ _LAYERS = {
     "fsdp.distributed.start": "init_distributed",
     "fsdp.distributed.watchdog": "set_watchdog",
     "fsdp.layers.compression": "Compression QuantizedGather QuantizedReduce compress",
+    "fsdp.layers.full_precision": "full_precision",
     "fsdp.layers.grad_clipping": "reduce_gradients",
     "fsdp.layers.nonfinite": "detect_nonfinite",
     "fsdp.layers.recovery": "recover",
@@ -176,6 +178,7 @@ __all__ = [
     "enable_wrap",
     "fingerprint",
     "flat_param_handles",
+    "full_precision",
     "fully_shard",
     "get_fsdp_instances",
     "init_distributed",

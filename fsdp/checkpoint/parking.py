@@ -313,9 +313,9 @@ def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> Parke
 
 def _parameters(root: Unit) -> Iterator[Named]:
     for handle in _handles(root):
-        forms = [tensor for form in handle.forms.values() for tensor in (form.full, *form.leaves)]
+        unsharded = handle.unsharded.full, *handle.unsharded.leaves
         vectors = [] if isinstance(handle.storage, ParkedStorage) else [handle.flat_param.vector]
-        for tensor in (handle.flat_param, *vectors, *handle.listed_params, *forms):
+        for tensor in (handle.flat_param, *vectors, *handle.listed_params, *unsharded):
             yield handle.name, tensor
     for name, tensor in chain(root.module.named_parameters(), root.module.named_buffers()):
         yield clean_name(name), tensor

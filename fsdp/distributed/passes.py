@@ -112,21 +112,20 @@ class Passes:
         """Record nothing from now on, because ranks may run different modules."""
         self._is_stopped, self.stage = True, ""
 
-    def begin_forward(self, name: str, ranks: frozenset[int], mode: str, others: Sequence[str] = ()) -> None:
+    def begin_forward(self, name: str, ranks: frozenset[int], mode: str) -> None:
         """Record a forward.
 
         Args:
             name: of the outermost unit that is called.
             ranks: the ranks that run it.
             mode: as "train()".
-            others: the modes of inner units whose dtype depends on the mode, as "with blocks.1 in eval()".
         """
         if self._is_stopped:
             return
         has_graph = torch.is_grad_enabled()
         told = "" if mode == "train()" else f" in {mode}"
         self.stage = f"forward{told}{'' if has_graph else ' without gradients'}"
-        modes = (f"in {mode}", "with gradients" if has_graph else "without gradients", *others)
+        modes = (f"in {mode}", "with gradients" if has_graph else "without gradients")
         self._current = path.begin("forward", name, ranks, modes)
 
     def begin_backward(

@@ -156,7 +156,7 @@ class ForwardHooks:
             return inputs
         if kind is InputCast.WIDEN:
             return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))
-        if not unit.in_full_precision and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+        if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
             return cast_floats(inputs, unit.precision.input_dtype(unit.device.type))
         own = next((handle.flat_param.dtype for handle in unit.handles if handle.is_cast), None)
         return cast_floats(inputs, own)
@@ -218,7 +218,6 @@ class Call:
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
         self.shards: list[ShardState] = []  # the state of those that it computed with
         self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
-        self.in_full_precision = False  # it computed in the shards' own dtype
         self.will_pass = False  # backward goes on through its inputs, and the runtime is told when it has passed them
         self.references = 0  # of its graph to the memory of the unsharded parameters
         self.checkpoints: list[weakref.ref[Any]] = []  # around units inside; they live until backward has passed them
@@ -262,7 +261,6 @@ class Call:
         self.is_transformed = in_transform()
         # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
-        self.in_full_precision = self.unit.in_full_precision
         self.shards = [handle.state_in_use for handle in self.unit.handles]
         if self.recomputed and self.unit.backward.has_counted:
             self.references = 0  # its graph was not there when the references of all calls were counted

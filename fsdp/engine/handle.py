@@ -81,7 +81,6 @@ class FlatParamHandle:
         tags: its number in the root, and its tags; 0 until the ranks have agreed on their units.
         unit_name, name: the names of its unit and of itself in messages.
         policy, passes: the settings of its unit, and the passes of its root.
-        in_full_precision: it computes in the shard's own dtype, as in `eval()` if that was asked for.
         on_gradient: called with the handle, a parameter's number and its leaf, whose gradient autograd has finished.
         places: for each parameter, where modules use it.
         presentation: the tensors that modules see and list in these places.
@@ -90,8 +89,7 @@ class FlatParamHandle:
         values: writes the shards of new values to `flat_param`.
         precision: the dtypes of computation and reduction.
         phase: the state of the unsharded buffer.
-        forms: the unsharded parameters for each dtype of computation, made when first needed, by `new_unsharded`.
-        unsharded: the unsharded parameters of the present `dtype`.
+        unsharded: the unsharded parameters of the present `dtype`, made by `new_unsharded`.
         kept_shard: the parameters that are kept over fewer ranks until their next use; None if all or none are.
         has_frozen: some of its parameters are not trained.
         gradient_hooks: calls the hooks of users on `listed_params`; None as long as there were none.
@@ -99,7 +97,6 @@ class FlatParamHandle:
 
     # Defaults of most handles, kept on the class: CPython stores the attributes of instances compactly up to 30.
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
-    in_full_precision = False
     sums_replicas_by = Collective.ALL_REDUCE
     kept_shard: KeptShard | None = None
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
@@ -197,7 +194,7 @@ class FlatParamHandle:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the computation."""
-        return self.flat_param.dtype if self.in_full_precision else self.precision.compute_dtype(self.flat_param.dtype)
+        return self.precision.compute_dtype(self.flat_param.dtype)
 
     @property
     def is_cast(self) -> bool:
@@ -246,8 +243,7 @@ class FlatParamHandle:
     def rename(self, unit_name: str, name: str) -> None:
         """Use these names of the unit and the handle in messages."""
         self.unit_name, self.name = unit_name, name
-        for unsharded in self.forms.values():
-            unsharded.name_unit(self.unit_name)
+        self.unsharded.name_unit(unit_name)
 
     def connect(
         self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator, replica_axis: Communicator
@@ -273,7 +269,7 @@ class FlatParamHandle:
         self.presentation.add(places, self.listed_params[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        made_again = {"gradients", "unsharded", "forms", "_pending", "_built_for", "on_gradient", "policy"}
+        made_again = {"gradients", "unsharded", "_pending", "_built_for", "on_gradient", "policy"}
         kept = {name: value for name, value in self.__dict__.items() if name not in made_again}
         return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": Passes()}
 
@@ -301,27 +297,19 @@ class FlatParamHandle:
             self.gradients = self._new_gradients()
         if self.precision.grads is not None:
             keep_gradients_in(self.precision.grads, (shard, *self.listed_params))
-        self.forms: dict[torch.dtype, UnshardedParameters] = {}
-        self._gathered = None
-        self._choose_unsharded()
+        self._make_unsharded()
 
     def _new_gradients(self) -> GradientBuffer:
         dtype, needs = self.precision.reduce_dtype(self.flat_param.dtype), self.requires_grad_each
         return GradientBuffer(self.layout, dtype, self.sum_dtype, self.storage.device, needs, self.reduce_comm)
 
-    def _choose_unsharded(self) -> None:
-        if self.dtype not in self.forms:
-            self.forms[self.dtype] = self._new_unsharded()
-            self.forms[self.dtype].name_unit(self.unit_name)
-        self.unsharded = self.forms[self.dtype]
-        self.presentation.use(self.unsharded, self.forms.values(), self.flat_param.dtype)
-
-    @torch.inference_mode(False)  # or parameters that are first needed in inference could not be trained
-    def _new_unsharded(self) -> UnshardedParameters:
+    @torch.inference_mode(False)  # or parameters that are made in inference could not be trained
+    def _make_unsharded(self) -> None:
         shard, numel = self.flat_param, self.layout.unsharded_numel
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
         numel = numel if self.kept_shard is None else self.kept_shard.padded(numel)
-        return self.new_unsharded(
+        self._gathered = None
+        self.unsharded = self.new_unsharded(
             shard,
             self.layout,
             shard.vector if is_shard else torch.empty(numel, dtype=self.dtype, device=self.storage.device),
@@ -330,13 +318,15 @@ class FlatParamHandle:
             on_gradient=partial(_report_gradient, weakref.ref(self)),
             absent=self.orig_params.absent if self.orig_params is not None else None,
         )
+        self.unsharded.name_unit(self.unit_name)
+        self.presentation.use(self.unsharded, shard.dtype)
 
-    def follow_precision(self) -> None:
-        """Gather in the dtype that the unit computes in now."""
-        if self.forms.get(self.dtype) is not self.unsharded:
-            self.absorb()
-            self.free()
-            self._choose_unsharded()
+    def renew_unsharded(self) -> None:
+        """Make the unsharded parameters anew, in another dtype or by another function. Earlier graphs lose theirs."""
+        self.absorb()
+        self.free()
+        self.values.touch()  # a backward of such a graph raises the error for changed parameters
+        self._make_unsharded()
 
     def _enter(self, phase: Phase) -> None:
         if phase not in self.phase.following:
@@ -366,8 +356,7 @@ class FlatParamHandle:
             self.free()  # the shard was changed since, perhaps by the forward that calls the unit
         state = self._ready_to_send(state)
         if state != self.state_in_use:
-            for unsharded in self.forms.values():
-                unsharded.outdate()
+            self.unsharded.outdate()
         self._gathered = state
         return True
 
@@ -652,9 +641,8 @@ class FlatParamHandle:
             shard.grad = None
         if self.orig_params is not None:
             self.orig_params.show_gradients([False] * len(self.orig_params.params))
-        for unsharded in self.forms.values():
-            for leaf in unsharded.leaves:
-                leaf.grad = None
+        for leaf in self.unsharded.leaves:
+            leaf.grad = None
 
     def zero_grad(self) -> None:
         """Drop the gradient, as an optimizer's ``zero_grad()`` does."""
@@ -728,8 +716,7 @@ class FlatParamHandle:
             self.orig_params.follow_frozen()
         self.precision.check(self.name, self.flat_param.dtype, self.flat_param.requires_grad)
         self._note_frozen()
-        for unsharded in self.forms.values():
-            unsharded.train(self._trained)
+        self.unsharded.train(self._trained)
 
     def _note_frozen(self) -> None:
         """Note which parameters are trained now."""

@@ -40,7 +40,6 @@ class MixedPrecision:
             dataclasses, to its compute dtype.
         full_precision_modules: classes whose modules in this unit keep parameters, buffers and computation in their
             own dtype; their outputs are cast back to the dtype of their inputs. The default is batch norms.
-        full_precision_in_eval: do not cast, and gather in full precision, while the wrapped module is in ``eval()``.
         keep_low_precision_grads: keep reduced gradients in `param_dtype`, regardless of `reduce_dtype`: half the bytes
             between backward and step, for optimizers that widen gradients themselves. In torch, SGD (not fused)
             supports this; other optimizers raise an error at their step.
@@ -55,7 +54,6 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     full_precision_modules: Sequence[type[nn.Module]] = BATCH_NORMS
-    full_precision_in_eval: bool = False
     keep_low_precision_grads: bool = False
 
     def __post_init__(self) -> None:
@@ -94,7 +92,6 @@ class Precision:
     output: torch.dtype | None = None
     inputs: InputCast = InputCast.NONE
     kept: tuple[type[nn.Module], ...] = ()
-    full_in_eval: bool = False
     grads: torch.dtype | None = None  # of the shards' gradients, between backward and step
     required: torch.dtype | None = None  # of the parameters that are trained
     reduces_in_own: bool = False  # without `reduce`, gradients are sent in `grads` or the parameters' own dtype
@@ -116,7 +113,6 @@ class Precision:
             output=policy.output_dtype,
             inputs=InputCast.ALWAYS if policy.cast_forward_inputs and policy.param_dtype else InputCast.NONE,
             kept=tuple(policy.full_precision_modules),
-            full_in_eval=policy.full_precision_in_eval,
             grads=policy.param_dtype if policy.keep_low_precision_grads else None,
         )
 

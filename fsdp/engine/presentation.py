@@ -23,7 +23,7 @@ assignment (``module.weight = nn.Parameter(...)``) is a new value of the paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -142,25 +142,20 @@ class Presentation:
         self.is_exposed = False
         self.touched = NO_SLOTS
         self._exposed: Sequence[nn.Parameter] = ()
-        self._forms: Sequence[UnshardedParameters] = ()  # all whose tensors modules may have seen
-        self._leaves: Sequence[nn.Parameter] = ()
-        self._absent: Sequence[Tensor] = ()
-        self._own_dtype: torch.dtype | None = None
         self._enter()
 
-    def use(self, unsharded: UnshardedParameters, forms: Iterable[UnshardedParameters], own_dtype: torch.dtype) -> None:
+    def use(self, unsharded: UnshardedParameters, own_dtype: torch.dtype) -> None:
         """Show placeholders, and later leaves, of these unsharded parameters from now on.
 
         Args:
-            unsharded: the form that is computed with.
-            forms: all forms of the present shard, whose tensors modules may have seen.
+            unsharded: what is computed with.
             own_dtype: the dtype of the shard, in which tensors may be lent.
         """
         self._leaves, self._absent = unsharded.leaves, unsharded.absent
         for _, _, _, slot, entry in self._at:
             if isinstance(absent := self._absent[slot], Placeholder):
                 absent.listed = entry
-        self._forms, self._own_dtype = list(forms), own_dtype
+        self._unsharded, self._own_dtype = unsharded, own_dtype
         self.look = Look.SHARDED
         self.refill()
 
@@ -237,12 +232,11 @@ class Presentation:
 
     def reveal(self, slot: int) -> None:
         """Show a parameter that has its first values, where the buffer is the shard."""
-        for form in self._forms:
-            if isinstance(placeholder := form.absent[slot], ValuelessParameter):
-                form.absent[slot] = leaf = form.leaves[slot]
-                for attributes, _, name, number, _ in self._at:
-                    if number == slot and attributes.get(name) is placeholder:
-                        attributes[name] = leaf
+        if isinstance(placeholder := self._absent[slot], ValuelessParameter):
+            self._absent[slot] = leaf = self._leaves[slot]
+            for attributes, _, name, number, _ in self._at:
+                if number == slot and attributes.get(name) is placeholder:
+                    attributes[name] = leaf
 
     def add(self, places: Sequence[ParamInfo], param: nn.Parameter) -> None:
         """List and show the only parameter at more places, which are `_places` already."""
@@ -370,14 +364,14 @@ class Presentation:
             self.touched |= {slot}
 
     def _is_own(self, slot: int, value: Any) -> bool:
-        return any(value is form.leaves[slot] or value is form.absent[slot] for form in self._forms)
+        return value is self._leaves[slot] or value is self._absent[slot]
 
     def _is_same(self, slot: int, value: Any) -> bool:
         """Return whether a parameter is new, and its values and its memory are not."""
         if not isinstance(value, nn.Parameter) or self._is_own(slot, value):
             return False
         needs_grad = self._leaves[slot].requires_grad
-        return value.requires_grad is needs_grad and any(form.is_same(slot, value) for form in self._forms)
+        return value.requires_grad is needs_grad and self._unsharded.is_same(slot, value)
 
     def _lendable(self, slot: int, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor that modules compute with, for a tensor that takes the place of a parameter for one call.

@@ -85,7 +85,6 @@ class Runtime:
         self._waiting: list[Unit] = []  # they have all gradients, and something in the backward reads them yet
         self._left: list[FlatParamHandle] = []  # copies of the last forward; no backward has run since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
-        self._switching = [unit for unit in self.units if unit.precision.full_in_eval]  # between dtypes
         self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
@@ -143,23 +142,18 @@ class Runtime:
                 return
         self._running.append(call)
         if is_outermost:
-            modes = [f"with {each.name} in {each.mode}" for each in self._switching if each is not unit]
-            self.passes.begin_forward(unit.name, unit.ranks, unit.mode, modes)
+            self.passes.begin_forward(unit.name, unit.ranks, unit.mode)
         self.participation.enter(call, is_outermost=is_outermost)
         if is_outermost and (self._left or self._kept) and not self.participation.is_joining:
             self._reshard_overwritten()
             self._renew_kept()
         if call.recomputed:
-            if unit.state is not TrainingState.BACKWARD_PRE:
-                unit.follow_mode()  # a re-entrant checkpoint does not tell in which mode its forward was
             self._unshard_for_backward(unit, is_recomputed=True)
         else:
             self.passes.reach(unit.name)
             unit.transition_to(TrainingState.FORWARD)
             if self._groups:
                 unit.enter()
-            if unit.precision.full_in_eval:
-                unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
         if torch.is_grad_enabled():
             call.begin(around=self._running[-2] if len(self._running) > 1 else None)
@@ -259,10 +253,7 @@ class Runtime:
 
     def unshard_ahead(self, units: Iterable[Unit], is_backward: bool) -> None:
         """Start to unshard units, small ones together."""
-        needed = [unit for unit in units if not is_backward or unit.policy.unshard_in_backward]
-        for unit in needed:
-            if not is_backward and unit.precision.full_in_eval:
-                unit.follow_mode()
+        needed = (unit for unit in units if not is_backward or unit.policy.unshard_in_backward)
         unshard_together(needed, self._small_bytes)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
@@ -395,16 +386,6 @@ class Runtime:
                     "ranks would not know of it. Give all ranks as many batches, and run the same modules."
                 )
         backward = unit.backward
-        if call.in_full_precision is not unit.in_full_precision:
-            if unit.state is TrainingState.FORWARD or (unit.state is TrainingState.BACKWARD_PRE and backward.missing):
-                raise RuntimeError(
-                    f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
-                    "different precisions (full_precision_in_eval=True). Run a backward for each."
-                )
-            unit.compute_in_full(call.in_full_precision)
-            # Of calls in the other precision, which has leaves of its own.
-            unit.transition_to(TrainingState.BACKWARD_POST)
-            unit.expect_gradients()
         if is_new := call.backward is not self._backward:
             call.backward = self._backward
             waiting, self._waiting = self._waiting, []

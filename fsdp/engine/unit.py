@@ -149,7 +149,6 @@ class Unit:
     handles: list[FlatParamHandle] = cast(Any, _HandlesOfCopy())
     observers: Observers = NONE
     unfinished_load: Callable[[], None] | None = None  # ends a load, also one that was given up
-    in_full_precision = False
     uncast: Collection[tuple[nn.Module, str]] = ()  # the places of parameters that a policy leaves in their own dtype
     _range: record_function | None = None  # that a profiler shows of its present state
 
@@ -345,13 +344,10 @@ class Unit:
         """Give a handle the settings and the callback of the unit that runs it."""
         handle.unit_name = self.name
         handle.policy, handle.on_gradient = self.policy, self.on_gradient
-        if handle.in_full_precision is not self.in_full_precision:
-            handle.in_full_precision = self.in_full_precision
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
         self.attach(handle)
-        handle.follow_precision()
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -413,25 +409,6 @@ class Unit:
     @property
     def is_unsharding(self) -> bool:
         return Phase.UNSHARDING in map(_phase_of, self.handles)
-
-    def compute_in_full(self, wanted: bool) -> None:
-        """Compute in the shards' own precision from now on, or no longer."""
-        if wanted is not self.in_full_precision:
-            for handle in self.handles:
-                handle.absorb()  # if that raises, nothing has changed
-            self.in_full_precision = wanted
-            for handle in self.handles:
-                handle.in_full_precision = wanted
-                handle.follow_precision()
-            if wanted:
-                self.buffers.widen()
-            else:
-                self.buffers.narrow()
-
-    def follow_mode(self) -> None:
-        """Compute in full precision if that was asked for in evaluation, and the module is in it."""
-        if self.precision.full_in_eval:
-            self.compute_in_full(not self.modules[0].training)
 
     def rename(self, name: str) -> None:
         self.name = name

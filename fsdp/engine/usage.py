@@ -27,7 +27,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -240,25 +239,18 @@ def _forecast(handles: Iterable[FlatParamHandle], doubted: Mapping[FlatParamHand
     """Return the state of each parameter's gradient on this rank; and behind all, whether a trained one gets none."""
     states, lacks = bytearray(), bytearray()
     for handle in handles:
-        first, *others = [form.accumulators for form in handle.forms.values()]
-        awaited = _coming(first)
-        for nodes in others:
-            awaited = [one or other for one, other in zip(awaited, _coming(nodes), strict=True)]
-        handle.gradients.awaited = awaited
+        nodes = handle.unsharded.accumulators
+        handle.gradients.awaited = awaited = [node is not None and will_run(node) for node in nodes]
         if all(awaited) and handle not in doubted:
             states += bytes((_COMING,)) * len(awaited)
             lacks += bytes(len(awaited))
         else:
             held = handle.gradients.arrived
             states += bytes([_COMING if comes else _HELD * has for comes, has in zip(awaited, held, strict=True)])
-            lacks += bytes([node is not None and not comes for comes, node in zip(awaited, first, strict=True)])
+            lacks += bytes([node is not None and not comes for comes, node in zip(awaited, nodes, strict=True)])
             for slot in doubted.get(handle, ()):
                 lacks[slot - len(awaited)] = _DOUBTS
     return states + lacks
-
-
-def _coming(nodes: Sequence[Any]) -> list[bool]:
-    return [node is not None and will_run(node) for node in nodes]
 
 
 def _report(handle: FlatParamHandle) -> Iterable[int]:

@@ -188,8 +188,7 @@ class Compression:
             make = MakeQuantized(plain, self.gather.codes)
         if make is not handle.new_unsharded:
             handle.new_unsharded = make
-            handle.forms.clear()
-            handle.follow_precision()
+            handle.renew_unsharded()
 
     @property
     def feedback_nbytes(self) -> int:
@@ -400,8 +399,6 @@ def _problems(unit: Unit, reduce: Any, gather: Any, replicas: Any) -> Iterator[s
         yield f"{unit.name} has optimizer state that is sharded over replicas as well: use HYBRID_SHARD or FULL_SHARD"
     if reduce and unit.policy.comm_hook is not None:
         yield f"{unit.name} has a communication hook, which sends gradients in its own way: leave one of the two out"
-    if gather and unit.precision.full_in_eval:
-        yield f"{unit.name} has full_precision_in_eval, and gathers would be quantised there too: leave one of them out"
     for handle in unit.handles:
         across = replicas and _has_replicas(unit, handle)
         if not (handle.is_sharded or across):

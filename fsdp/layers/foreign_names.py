@@ -82,7 +82,7 @@ ATTRIBUTES = _by_name(
         "_flat_param": "params lists this wrapper's flat parameters, and fsdp.flat_param_handles(model) their handles",
         "_has_params": "params is empty for a wrapper without parameters of its own",
         "_use_orig_params": "the attribute is use_orig_params",
-        "_use_full_prec_in_eval": "the option is MixedPrecision(full_precision_in_eval=True)",
+        "_use_full_prec_in_eval": "evaluate inside of fsdp.full_precision(model)",
         "_all_fsdp_states": "use fsdp.get_fsdp_instances(model)",
         "_comm_hook": "register_comm_hook() sets one, for all units",
         "_comm_hook_state": "register_comm_hook() is given the state, and the hook is called with it",
@@ -103,7 +103,7 @@ ATTRIBUTES = _by_name(
 
 # Environment variables that FSDP1 follows when they are "1".
 VARIABLES = {
-    "FSDP_USE_FULL_PREC_IN_EVAL": "pass mixed_precision=MixedPrecision(..., full_precision_in_eval=True)",
+    "FSDP_USE_FULL_PREC_IN_EVAL": "evaluate inside of `with fsdp.full_precision(model):`",
     "FSDP_SKIP_WRITEBACK_CHECK": "leave it out: what users change between steps is always looked for, and kept",
     "FSDP_USE_UNSAFE_SETATTR": "leave it out: there is one way in which modules get their parameters",
     "FSDP_USE_FAKE_ALL_GATHER": "use fsdp.trace for the time of all-gathers, and fsdp.plan for their bytes",

@@ -138,7 +138,6 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
     runs = map(sum, zip(*from_everyone(runtime.root.everyone, runs_here), strict=True))
     depths = dict.fromkeys(runtime.units, 0)
     for unit in runtime.units:
-        unit.follow_mode()  # before its size is known
         for _, inner in units_in(unit):
             depths[inner] += 1
     sizes = [

@@ -306,11 +306,10 @@ def _move(one: Share, unit: Unit) -> None:
     before = one.holder
     if unit is before:
         return
-    owner, precision = one.members[0], one.handle.precision
+    owner = one.members[0]
     for what, differ in (
         ("their ranks", unit.everyone != owner.everyone),
         ("their devices", unit.device != owner.device),
-        ("full_precision_in_eval", one.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
     ):
         if differ:
             raise RuntimeError(
@@ -378,7 +377,7 @@ def keys_of(unit: Unit) -> set[str]:
 
 
 def _dtypes(precision: Precision) -> tuple[Any, ...]:
-    return precision.compute, precision.reduce, precision.full_in_eval, precision.grads
+    return precision.compute, precision.reduce, precision.grads
 
 
 def _is_of(handle: FlatParamHandle, param: Any) -> bool:

@@ -286,5 +286,4 @@ def _tensors_of(handle: FlatParamHandle) -> Iterable[tuple[str, Tensor, list[tup
     if type(gradient) is Tensor:  # and not what stands for one that is missing
         yield "the gradient of the shard", gradient, own
     whole = [(slot.name, slot.start, slot.stop) for slot in handle.layout.slots]
-    for unsharded in handle.forms.values():
-        yield "the unsharded parameters", unsharded.full, whole
+    yield "the unsharded parameters", handle.unsharded.full, whole

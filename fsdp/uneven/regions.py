@@ -534,8 +534,6 @@ class Visits(Participation):
         is_backward = event.kind == Kind.BACKWARD
         if is_backward:
             self._follow_backward(event)
-        elif unit.state is TrainingState.IDLE:
-            unit.follow_mode()
         self._note(event)
         if event.argument:
             for handle in unit.handles:

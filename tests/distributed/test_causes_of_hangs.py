@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
-from fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard, optim_utils, set_watchdog
+from fsdp import FullyShardedDataParallel, fully_shard, optim_utils, set_watchdog
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -61,8 +61,6 @@ class Training:
             self.model: Any = fully_shard(self.net, **options)
         else:
             options |= {"use_orig_params": form == "orig"}
-            if form == "full in eval":
-                options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
             for number, block in enumerate(self.net.blocks):
                 self.net.blocks[number] = FullyShardedDataParallel(block, **options)
             self.model = FullyShardedDataParallel(self.net, **options)
@@ -179,21 +177,6 @@ def test_the_cause_of_a_hang_is_named_on_every_rank(tmp_path: Path, kind: str, f
     error = _error_of(go_wrong, tmp_path, form)
     # On a busy machine a rank may raise, and so leave the step, before another rank has written its report.
     assert re.search(rf"\n(The others wait for rank \d\. )?({FAULTS[kind][1]}).*\n\(", error), error
-
-
-@on_ranks(2, backend=None)
-def test_a_unit_in_another_mode_is_named_where_its_precision_depends_on_it(tmp_path: Path) -> None:
-    """On that rank it would gather in float32, and on others in bfloat16."""
-
-    def go_wrong(job: Training, rank: int) -> None:
-        job.step()
-        if rank == 1:
-            job.net.blocks[1].eval()
-        job.step()
-
-    error = _error_of(go_wrong, tmp_path, "full in eval")
-    cause = r"Rank 1 runs forward 2 with blocks\.1 in eval\(\), rank 0 with blocks\.1 in train\(\)\. .*eval\(\)"
-    assert re.search(cause, error), error
 
 
 @pytest.mark.parametrize("place", ["train.py", "torch/distributed/checkpoint/state_dict.py"])

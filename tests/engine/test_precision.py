@@ -37,7 +37,6 @@ def test_a_policy_that_says_nothing_changes_nothing() -> None:
     policy = MixedPrecision()
     assert (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype, policy.output_dtype) == (None,) * 4
     assert policy.cast_forward_inputs
-    assert not policy.full_precision_in_eval
     assert policy.full_precision_modules == (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     assert dtypes_of(alone(layers(), mixed_precision=policy)) == (SINGLE,) * 3
 
@@ -283,15 +282,6 @@ def test_a_cast_that_one_unit_refuses_changes_no_unit(mixed: int) -> None:
     with pytest.raises(ValueError, match="keeps float32 parameters"):
         model.half()
     assert [param.dtype for wrapper in get_fsdp_instances(model) for param in wrapper.params] == [SINGLE] * 4
-
-
-def test_moving_in_evaluation_leaves_what_is_computed_in_training() -> None:
-    policy = MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)
-    model = alone(layers(), mixed_precision=policy).eval()
-    model(torch.ones(2, 5))
-    model.to("cpu")
-    assert model.compute_dtype is BRAIN
-    assert model.train()(torch.ones(2, 5)).dtype is BRAIN
 
 
 # Agreement

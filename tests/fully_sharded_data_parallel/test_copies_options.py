@@ -6,7 +6,6 @@ import copy
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,14 +30,12 @@ from tests.helpers.copied_twins import (
     recurrent,
     through_pickle,
     tied_and_frozen,
-    train,
 )
 from tests.helpers.memory import handles_of
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.twins import batch
 
 
 def checkpointed(wrap: Wrap) -> nn.Module:
@@ -127,22 +124,3 @@ def test_buffers_come_back_as_they_were_before_wrapping(travel: Travel) -> None:
     inner.table.zero_()  # from now on the original is out of date
     assert torch.equal(travel(copied).state_dict()["table"], torch.zeros(7))
     assert torch.equal(copied.state_dict()["table"], torch.zeros(7))
-
-
-@every_travel
-@pytest.mark.parametrize("training", [True, False], ids=["copied in train", "copied in eval"])
-@on_ranks(2)
-def test_a_copy_evaluates_in_full_precision_if_its_original_does(travel: Travel, training: bool) -> None:
-    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, full_precision_in_eval=True)
-    model, plain = normed(fully_sharded(mixed_precision=policy)), normed()
-    inputs = batch(0, 0).float()
-    model.train(training)
-    with torch.no_grad():
-        model(inputs)
-        copied = travel(model)
-        assert copied.training is training
-        plain.load_state_dict(copied.state_dict())
-        torch.testing.assert_close(copied.eval()(inputs), plain.eval()(inputs), rtol=1e-5, atol=1e-6)
-        in_training = copied.train()(inputs)
-        assert in_training.dtype == torch.bfloat16
-    train(copied, sgd_with_momentum(copied.parameters()), 1)

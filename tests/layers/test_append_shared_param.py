@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fsdp
 from fsdp import MixedPrecision, get_fsdp_instances
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Net, Wrap
@@ -84,13 +85,13 @@ def test_gradients_that_were_accumulated_before_sharing_count_alike() -> None:
 
 @on_ranks(2)
 def test_trains_in_mixed_precision_and_evaluates_in_full() -> None:
-    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
     model: Any = under_the_root(seeded(Siblings), fully_sharded(mixed_precision=policy))
     plain = seeded(Siblings)
     inputs = batch(0, 0).float()
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(inputs), plain(inputs))
-    output = model.train()(inputs)
+    with fsdp.full_precision(model), torch.no_grad():
+        torch.testing.assert_close(model(inputs), plain(inputs))
+    output = model(inputs)
     torch.testing.assert_close(output.float(), plain(inputs), rtol=0.05, atol=0.05)
     score(output).backward()
     assert all(param.grad is not None for param in model.parameters())

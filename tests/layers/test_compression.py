@@ -646,8 +646,6 @@ def test_what_cannot_be_combined_is_refused_by_name() -> None:
     own = fsdp.fully_shard(layers())
     own.set_custom_reduce_scatter(OwnReduceScatter())
     refused(own, "has a custom reduce-scatter")
-    precision = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
-    refused(FullyShardedDataParallel(layers(), mixed_precision=precision), "full_precision_in_eval", gather=GATHER)
     same = FullyShardedDataParallel(layers())
     fsdp.SameBits(same, 2)
     refused(same, "custom reduce-scatter", reduce=reduce())

@@ -145,7 +145,6 @@ def test_training_inside_reshards_units_and_new_values_are_gathered(form: str) -
         {"sharding_strategy": ShardingStrategy.SHARD_OPTIM},
         {"sharding_strategy": ShardingStrategy.NO_SHARD},
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)},
         {"offload": "cpu"},
     ],
     ids=str,

@@ -424,8 +424,7 @@ def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
         yield
     finally:
         for unit in units:
-            if not unit.in_full_precision:
-                unit.buffers.narrow()
+            unit.buffers.narrow()
 
 
 def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None) -> None:

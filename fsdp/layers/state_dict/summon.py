@@ -108,8 +108,7 @@ class Exposure:
             for handle in self.params:  # after all have left: optimizers number parameters in this order
                 handle.presentation.enter()
             restore_order(self._unit)
-            if not self._unit.in_full_precision:
-                self._unit.buffers.narrow()
+            self._unit.buffers.narrow()
             self._unit.transition_to(self._outer_state)
         if problems:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))

@@ -1,0 +1,75 @@
+"""`full_precision` suspends the mixed precision of a model, so that an evaluation equals that of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import nn
+
+from fsdp.distributed.communicator import during
+from fsdp.distributed.consensus import from_everyone
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.precision import Buffers, InputCast, Precision
+from fsdp.engine.runtime import runtime_of_root
+from fsdp.layers.verify import require_sharded
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Collective at its beginning. Compute in the dtype of the optimizer's parameters, without mixed precision. ::
+
+        with fsdp.full_precision(model), torch.no_grad():
+            for inputs, targets in batches:
+                output = model.eval()(inputs)
+        model.train()
+
+    Parameters are all-gathered in their own dtype, which takes twice the bytes and memory of 16 bits; buffers have
+    their own dtype as well, and inputs of 16 bits are cast to float32. Outputs are cast to `output_dtype` as usual. A
+    model may be trained inside; gradients are sent in the same dtype as outside.
+
+    A forward before the context has no backward inside or after it, and a forward inside has none after it.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+
+    Raises:
+        TypeError: for a model that is not sharded.
+        RuntimeError: inside of a forward, a backward or `fsdp.join`; or for an inner unit.
+        NotImplementedError: for parameters that are all-gathered in another form, by the `gather` of `fsdp.compress` or
+            by a class with its own all-gather.
+    """
+    root = require_sharded(model, "fsdp.full_precision")
+    runtime = runtime_of_root(root, "fsdp.full_precision")
+    runtime.ensure_idle("enter fsdp.full_precision()")
+    cast = [handle for handle in runtime.handles if handle.is_cast]
+    for handle in cast:
+        if not handle.unsharded.is_exact:
+            raise NotImplementedError(
+                f"fsdp.full_precision: {handle.name} is not all-gathered in its own form. Leave out the `gather` of "
+                "fsdp.compress, or cast the parameters of a class with an all-gather of its own before sharding."
+            )
+    with during("fsdp.full_precision()"):
+        from_everyone(root.everyone, None)  # no rank computes before all are here
+    mixed = [(unit, unit.precision, unit.buffers) for unit in runtime.units if unit.precision.is_mixed]
+    casts = [(handle, handle.precision) for handle in cast]
+    try:
+        for unit, precision, buffers in mixed:
+            buffers.widen()
+            unit.precision, unit.buffers = replace(precision, compute=None, inputs=InputCast.WIDEN), Buffers((), None)
+        for handle, precision in casts:
+            sent = precision.reduce_dtype(handle.flat_param.dtype)
+            _compute_in(handle, replace(precision, compute=None, reduce=sent))
+        yield
+    finally:
+        for handle, precision in casts:
+            _compute_in(handle, precision)
+        for unit, precision, buffers in mixed:
+            unit.precision, unit.buffers = precision, buffers
+            buffers.narrow()
+
+
+def _compute_in(handle: FlatParamHandle, precision: Precision) -> None:
+    handle.precision = precision
+    handle.renew_unsharded()
