@@ -107,7 +107,7 @@ def take_over(
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_refuse_gradient)
         for place in places:
-            del place.module._parameters[place.name]
+            place.module._parameters[place.name] = None  # the name keeps its place in the order of parameters
 
 
 def _refuse_gradient(param: Tensor) -> None:

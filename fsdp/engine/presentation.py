@@ -58,10 +58,11 @@ class Listing(dict[str, Any]):
     dictionary, also for compilers, and is copied and pickled as a dictionary.
     """
 
-    __slots__ = ("_module", "_presentations")
+    __slots__ = ("_module", "_names", "_presentations")
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
+        self._names = tuple(self)
         # Weak references: otherwise only the garbage collector would free a model.
         self._module = weakref.ref(module)
         self._presentations: dict[str, weakref.ref[Presentation]] = {}
@@ -73,6 +74,14 @@ class Listing(dict[str, Any]):
         if not isinstance(listing, cls):
             listing = module.__dict__["_parameters"] = cls(module)
         return listing
+
+    def put(self, name: str, value: nn.Parameter | None) -> None:
+        """List something without a report. A name that was removed comes back to its place in the order."""
+        is_missing = name not in self
+        super().__setitem__(name, value)
+        for known in self._names if is_missing else ():
+            if known in self:
+                super().__setitem__(known, self.pop(known))
 
     def report_to(self, presentation: Presentation, name: str) -> None:
         """Report each item of this name to a presentation."""
@@ -254,13 +263,10 @@ class Presentation:
             for (module, name), slot in numbers.items()
         ]
         self._flat = [(*at, param) for at, param in listed.items() if at not in numbers]
-        self._numbers = numbers
-        for (module, name), param in listed.items():
-            Listing.of(module).report_to(self, name)
-            dict.update(module._parameters, {name: param})
-        for module, name in numbers:
-            Listing.of(module).report_to(self, name)
-            module._parameters.setdefault(name, None)
+        for module, name in dict.fromkeys([*numbers, *listed]):
+            listing = Listing.of(module)
+            listing.report_to(self, name)
+            listing.put(name, listed.get((module, name), listing.get(name)))
         if self.look is Look.COMPUTING:
             self.look = Look.UNSHARDED
             self.list_unsharded()
@@ -271,15 +277,13 @@ class Presentation:
         self.refill()
 
     def leave(self) -> None:
-        """Remove all listed parameters from the modules."""
+        """List nothing in the modules. Their names stay, so that they keep the order of their parameters."""
         self.lent.clear()
         for module, name, param in self.entries:
             if module._parameters.get(name) is param:
-                dict.pop(module._parameters, name)
-        for module, name in self._numbers:
-            listed = module._parameters
-            if listed.get(name, module) is None or self.is_exposed:
-                dict.pop(listed, name, None)
+                _put(module._parameters, name, None)
+        for _, module, name, _, _ in self._at if self.is_exposed else ():
+            Listing.of(module).put(name, None)
 
     def expose(self, params: Sequence[nn.Parameter] | None) -> None:
         """List ordinary parameters, until `conceal`; None lists the shards as before."""
@@ -291,16 +295,18 @@ class Presentation:
                 _put(module._parameters, name, params[slot])
             self._exposed = params
             for module, name, _ in self._flat:
-                dict.pop(module._parameters, name, None)
+                _put(module._parameters, name, None)
             self.lent.clear()
 
     def conceal(self) -> None:
-        """Take ordinary parameters out of the modules. `enter` follows, when all handles have done so."""
-        if self._exposed:
+        """Take ordinary parameters out of the modules, and list and show the right tensors again."""
+        if was_exposed := bool(self._exposed):
             self.leave()
             self._exposed = ()
         self.is_exposed = False
         self.touched = NO_SLOTS
+        if was_exposed:
+            self.enter()
 
     @property
     def is_lent(self) -> bool:
@@ -316,10 +322,9 @@ class Presentation:
         Raises:
             RuntimeError: for values that modules cannot compute with.
         """
-        slot = self._numbers.get((module, name))
-        if slot is None:
-            entry = next((param for own, known_as, param in self._flat if own is module and known_as == name), None)
-            if value is not entry:
+        place = self._place(module, name)
+        if place is None:
+            if all(value is not param for own, known_as, param in self._flat if own is module and known_as == name):
                 raise RuntimeError(
                     f"'{name}' of {type(module).__name__} is a flat parameter, made of many: nothing can be put in its "
                     "place. Assign unsharded tensors to the original parameters, or pass them to "
@@ -327,10 +332,10 @@ class Presentation:
                     f"`with model.summon_full_params():`. {_TO_EXPORT}"
                 )
             return value
+        slot, entry = place
         self.touched |= {slot}
         if self._exposed:
             return value
-        entry = next(entry for _, own, known_as, _, entry in self._at if own is module and known_as == name)
         attributes = module.__dict__
         if name not in attributes and self._is_same(slot, value):
             note_stale(value, f"the values of {self._places[slot][0].fqn} that it had")
@@ -352,7 +357,7 @@ class Presentation:
         Raises:
             RuntimeError: if the parameter is sharded. In its unit's forward it may be deleted, for that forward alone.
         """
-        slot = self._numbers.get((module, name))
+        place = self._place(module, name)
         if self.look is not Look.COMPUTING and not self.is_exposed:
             raise RuntimeError(
                 f"'{name}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
@@ -360,8 +365,13 @@ class Presentation:
                 "leave out torch's FullyShardedDataParallel around a sharded model, which flattens parameters again."
             )
         module.__dict__.pop(name, None)
-        if slot is not None:
-            self.touched |= {slot}
+        if place is not None:
+            self.touched |= {place[0]}
+
+    def _place(self, module: nn.Module, name: str) -> tuple[int, nn.Parameter | None] | None:
+        """Return the number of the parameter in a place, and what is listed there; None at a flat parameter."""
+        found = ((slot, entry) for _, own, known_as, slot, entry in self._at if own is module and known_as == name)
+        return next(found, None)
 
     def _is_own(self, slot: int, value: Any) -> bool:
         return value is self._leaves[slot] or value is self._absent[slot]
@@ -472,7 +482,7 @@ class Presentation:
             note_stale(self.replacement(slot), f"a new value of {self._places[slot][0].fqn}, kept in its shard")
         for _, module, name, slot, entry in self._at:
             if slot in slots and entry is None:
-                dict.pop(module._parameters, name, None)
+                _put(module._parameters, name, None)
         self.touched = self.touched.difference(slots)
         self.enter()
 

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.communicator import begin_range, own_rank
-from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
@@ -193,7 +193,6 @@ class Unit:
         self.runtime: UnitRuntime | None = None
         self.is_spare = False  # it is unsharded only because nothing has resharded it, not at a user's request
         self.backward = UnitBackward()
-        self.param_order = _param_order(module)  # before any is taken over
         self._new_runtime = new_runtime
         for each in (module, *self.modules):
             each.__dict__[_ATTRIBUTE] = self
@@ -582,15 +581,6 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
             found[current] = None
             ahead += reversed(list(current.children()))
     return list(found)
-
-
-def _param_order(module: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """Return the names of parameters in their order, by modules; not of wrappers inside, which may leave the tree."""
-    names = {
-        each: tuple(name for name, param in each._parameters.items() if not isinstance(param, FlatParameter))
-        for each in own_modules(module)
-    }
-    return {each: order for each, order in names.items() if order}
 
 
 def units_in(root: Unit) -> list[tuple[str, Unit]]:

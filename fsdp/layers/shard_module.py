@@ -46,7 +46,7 @@ from fsdp.layers.managed_params import (
 from fsdp.layers.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.layers.options import Options
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
-from fsdp.layers.shared_params import claimed_in, refuse_nothing_own, restore_order, wanted
+from fsdp.layers.shared_params import claimed_in, refuse_nothing_own, wanted
 
 if TYPE_CHECKING:
     from fsdp.engine.runtime import Runtime
@@ -88,7 +88,6 @@ def shard_module(
     for shard in shards:
         unit.add_handle(shard, reduce_comm, groups.new_kept_shard(unit.device) if shard.is_kept else None)
     unit.rename(type(module).__name__)
-    restore_order(unit)
     guard(unit, lists_parts=form.lists_parts, names_shards=form.names_shards)
     return unit, reduce_group
 

@@ -43,22 +43,6 @@ def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
     return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
 
 
-def restore_order(unit: Unit) -> None:
-    """Restore the order in which the modules of a unit listed their parameters before wrapping."""
-    for each in dict.fromkeys([unit, *(member for one in unit.shares for member in one.members)]):
-        places = [*(one.places for one in each.wanted), *(used for one in each.visible_handles for used in one.places)]
-        for module in {place.module for used in places for place in used}:
-            reorder(module, each.param_order.get(module, ()))
-
-
-def reorder(module: nn.Module, order: Iterable[str]) -> None:
-    """Make a module list its parameters in this order, followed by all other parameters."""
-    params = dict(module._parameters)
-    module._parameters.clear()
-    module._parameters.update({name: params.pop(name) for name in order if name in params})
-    module._parameters.update(params)
-
-
 def share(unit: Unit, param: Any) -> None:
     """Add a parameter of another unit to `unit`; see `append_shared_param`."""
     if any(one.state is TrainingState.SUMMON_FULL_PARAMS for one in (unit, *(one.owner for one in unit.wanted))):
@@ -79,7 +63,7 @@ def share(unit: Unit, param: Any) -> None:
         )
     _check(unit, asked)
     for place in asked.places:
-        del place.module._parameters[place.name]
+        place.module._parameters[place.name] = None
     asked.handle.use_at(asked.places)
     unit.wanted.remove(asked)
     _join(unit, asked.handle, asked.owner)
@@ -96,7 +80,6 @@ def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
     from fsdp.layers.verify import agreed  # a check of the first use
 
     agreed.difference_update(common.members)
-    restore_order(unit)
 
 
 def _check(unit: Unit, asked: Wanted) -> None:
@@ -252,11 +235,9 @@ def _tie(first: _Listed, other: _Listed) -> None:
     other.unit.give_up(left)
     other.unit.owned_handles.remove(left)
     for place in places:
-        place.module._parameters.pop(place.name, None)
+        place.module._parameters.update({place.name: None})
     handle.use_at(places)
-    if other.unit is first.unit:
-        restore_order(other.unit)
-    else:
+    if other.unit is not first.unit:
         _join(other.unit, handle, first.unit)
 
 

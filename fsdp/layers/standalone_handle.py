@@ -30,7 +30,6 @@ from fsdp.layers.managed_params import collect, names_of
 from fsdp.layers.options import Options
 from fsdp.layers.shard_module import ALIGNED, meet_torch, refuse_fake_tensors
 from fsdp.layers.sharding_strategy import Groups
-from fsdp.layers.shared_params import reorder
 from fsdp.layers.verify import agree_on_values
 
 
@@ -107,7 +106,6 @@ class StandaloneHandle(FlatParamHandle):
         listed = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in flat_param.make_layout().slots)
         kind = f"{flat_param.dtype} requires_grad={flat_param.requires_grad} use_orig_params={use_orig_params}"
         agree_on([comm], "parameters of a StandaloneHandle", f"{kind} {precision} {listed}", f"{kind}: {listed}")
-        orders = {inner: list(inner._parameters) for inner in module.modules()}
         take_over(found, [flat_param], name)
         places = list(found.values())
         if use_orig_params:
@@ -119,8 +117,6 @@ class StandaloneHandle(FlatParamHandle):
         self._postdivide = comm.world_size / self._predivide
         self._backward: BackwardPass | None = None  # the one that runs, or was the last
         self.on_gradient = _take_gradient
-        for inner, order in orders.items():
-            reorder(inner, order)
         self.rename(name, name)
         self.number_as(0)
         with_handles: Any = SimpleNamespace(handles=[self])

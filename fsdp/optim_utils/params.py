@@ -19,7 +19,7 @@ from torch import nn
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import paths_in, plain_name, state_name
 from fsdp.engine.originals import is_ours
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_of
+from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper, units_of
 from fsdp.layers.state_requests import require_shards
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
@@ -99,10 +99,10 @@ class Parameters:
 
 
 def _in_order(unit: Unit) -> list[tuple[FlatParamHandle, int]]:
-    """Return the parameters of a unit, in the order in which its modules listed them before."""
+    """Return the parameters of a unit, in the order in which its modules list them."""
     every = [(handle, slot) for handle in unit.owned_handles for slot in range(len(handle.layout.slots))]
     at = {(place.module, place.name): key for key in every for place in key[0].places[key[1]]}
-    wanted = ((module, name) for module, names in unit.param_order.items() for name in names)
+    wanted = ((module, name) for module in own_modules(unit.module) for name in module._parameters)
     return list(dict.fromkeys([*(at[place] for place in wanted if place in at), *every]))
 
 

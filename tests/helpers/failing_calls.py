@@ -26,7 +26,7 @@ from tests.helpers.paths import ROOT
 PACKAGE = f"{ROOT / 'fsdp'}/"
 LEFT_ALONE = f"{PACKAGE}distributed/"
 # These put things back, and what they call does so too.
-UNDOING = {"close", "end", "forget", "__exit__", "__del__", "take_back", "restore_order"}
+UNDOING = {"close", "end", "forget", "__exit__", "__del__", "take_back"}
 # Learnt when needed, or different after each use.
 UNSETTLED = {"_gathered", "_looked_at", "_expected", "_is_arranged", "is_spare", "_load_errors", "_error_msgs"}
 

@@ -34,7 +34,6 @@ from fsdp.engine.user_attributes import give_attributes
 from fsdp.layers.deferred_init import is_marked, mark
 from fsdp.layers.fingerprints import fingerprint
 from fsdp.layers.grad_clipping import require_reduced
-from fsdp.layers.shared_params import restore_order
 from fsdp.layers.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 from fsdp.layers.state_requests import Summoning, serving
 from fsdp.layers.verify import NOT_WRITTEN, difference_of_written
@@ -71,7 +70,6 @@ class Exposure:
             unit.buffers.widen()
             for handle in self.handles:
                 handle.presentation.expose(self.params.get(handle))
-            restore_order(unit)
         except BaseException:
             self.close()
             raise
@@ -105,9 +103,6 @@ class Exposure:
         finally:  # also if only some of the parameters are shown
             for handle in self.handles:
                 handle.presentation.conceal()
-            for handle in self.params:  # after all have left: optimizers number parameters in this order
-                handle.presentation.enter()
-            restore_order(self._unit)
             self._unit.buffers.narrow()
             self._unit.transition_to(self._outer_state)
         if problems:
