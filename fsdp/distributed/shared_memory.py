@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,9 +104,10 @@ class _Slots(_Memory):
         return os.getpid(), self._fd, self.nonce.hex()
 
     def empty(self, nbytes: int) -> Tensor | None:
-        """Return bytes in a slot, which is free again when they are, and were read; None above the limit."""
-        start = self._take(nbytes, is_bounded=True)
-        if start is None:
+        """Return bytes in a slot, which is free again when they are, and were read; None if there is no memory."""
+        try:
+            start = self._take(nbytes, is_bounded=True)
+        except OSError:
             return None
         memory = (ctypes.c_char * nbytes).from_buffer(self._bytes, start + self._head)
         self._slots[start].owner = weakref.ref(memory)
@@ -121,7 +122,14 @@ class _Slots(_Memory):
         payload = message.data_ptr() - self._begin
         start = self._slot_at(payload)
         if start is None:
-            start = self._take(message.nbytes)
+            try:
+                start = self._take(message.nbytes)
+            except OSError as error:
+                raise RuntimeError(
+                    f"rank {own_rank()}: no shared memory for a message of {message.nbytes} bytes: {error}. Leave more "
+                    f"memory free, or start all ranks with {SHARED_MEMORY}=0 in the environment: messages go through "
+                    "sockets then"
+                ) from error
             payload = start + self._head
             self.payload(payload, message.nbytes).copy_(_as_bytes(message))
         for reader in readers:
@@ -134,13 +142,12 @@ class _Slots(_Memory):
     def _slot_at(self, place: int) -> int | None:
         return next((start for start, slot in self._slots.items() if start <= place < start + slot.size), None)
 
-    @overload
-    def _take(self, nbytes: int) -> int: ...
-    @overload
-    def _take(self, nbytes: int, *, is_bounded: bool) -> int | None: ...
+    def _take(self, nbytes: int, *, is_bounded: bool = False) -> int:
+        """Return the beginning of a free slot for a payload, which may be a new one.
 
-    def _take(self, nbytes: int, *, is_bounded: bool = False) -> int | None:
-        """Return the beginning of a free slot for a payload, which may be a new one; None above the limit, if asked."""
+        Raises:
+            OSError: if the system has no memory for it, or it is above the limit and `is_bounded`.
+        """
         size = -(-(self._head + nbytes) // _PAGE) * _PAGE
         self._largest = max(self._largest, size)
         for start, slot in self._slots.items():
@@ -150,17 +157,9 @@ class _Slots(_Memory):
         if self._nbytes + size > _MOST * self._largest:
             self._release()
             if is_bounded and self._nbytes + size > _MOST * self._largest:
-                return None
+                raise OSError("many messages are on their way already")
         start = self._gap(size)
-        try:
-            os.posix_fallocate(self._fd, start, size)
-        except OSError as error:
-            if is_bounded:
-                return None
-            raise RuntimeError(
-                f"rank {own_rank()}: no shared memory for a message of {nbytes} bytes: {error}. Leave more memory "
-                f"free, or start all ranks with {SHARED_MEMORY}=0 in the environment: messages go through sockets then"
-            ) from error
+        os.posix_fallocate(self._fd, start, size)
         self._bytes[start : start + self._head] = bytes(self._head)
         self._slots = dict(sorted([*self._slots.items(), (start, _Slot(size, bytearray(self._ranks)))]))
         return start
