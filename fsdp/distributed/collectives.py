@@ -48,6 +48,7 @@ from fsdp.distributed.communicator import (
     incomplete,
     of_destroyed,
     present_call,
+    watch_process,
 )
 from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
@@ -468,6 +469,7 @@ def communicator(group: Group, device: torch.device) -> Communicator:
             found = DirectExchange(known) if is_host(device) else StagedExchange(known)
         else:
             found = TorchCollectives(known, device)
+        watch_process()
         communicators[key] = found
         _watch()
         forget_destroyed_groups()

@@ -549,13 +549,11 @@ def _leave_groups_to_parent() -> None:
 def made_once_for_groups() -> dict[Any, Any]:
     """Return a dictionary for objects created once per process group; it is cleared when the process ends.
 
-    Nothing is registered before the first entry (`before_groups_end`).
-
     A thread of gloo may still have to free a tensor of a user's last collective, for which it needs the GIL. The
     destructor of a group waits for its threads; if it runs at the shutdown of the interpreter, when no thread can
     acquire the GIL, the process is aborted ("terminate called without an active exception", torch 2.13).
     """
-    made = _MadeForGroups()
+    made: dict[Any, Any] = {}
     _made.append(made)
     return made
 
@@ -567,30 +565,25 @@ def once_for_groups(function: _Function) -> _Function:
     @wraps(function)
     def remembered(*key: Any) -> Any:
         if key not in known:
+            watch_process()
             known[key] = function(*key)
         return known[key]
 
     return cast("_Function", remembered)
 
 
-class _MadeForGroups(dict[Any, Any]):
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _watch_process()
-        super().__setitem__(key, value)
-
-
-_made: list[_MadeForGroups] = []
+_made: list[dict[Any, Any]] = []
 _before_end: list[Callable[[], None]] = []
 
 
 def before_groups_end(function: Callable[[], None]) -> None:
     """Call a function when the process ends, while it still has its process groups."""
-    _watch_process()
+    watch_process()
     _before_end.append(function)
 
 
 @cache
-def _watch_process() -> None:
+def watch_process() -> None:
     """Register for the end of the process, and for forks of it. Done when the first process group is used."""
     atexit.register(_let_groups_go)
     os.register_at_fork(after_in_child=_leave_groups_to_parent)
