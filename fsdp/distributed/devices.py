@@ -171,9 +171,7 @@ class SideStream(QueuedCopies):
 _IN_ORDER = CopyStream()
 
 
-@cache
-def _side_stream(device: torch.device) -> CopyStream:
-    return SideStream(device)
+_side_stream = cache(SideStream)  # of each device
 
 
 def copy_stream_of(device: torch.device) -> CopyStream:
@@ -290,10 +288,7 @@ def return_freed_blocks(larger_than: int) -> None:
     glibc otherwise raises its own limit with each large block that is freed, up to 32 MiB, and keeps smaller ones. This
     costs the time to map blocks again, and is meant for programs that are limited by memory.
     """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_M_MMAP_THRESHOLD, larger_than)
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, larger_than)
 
 
 def return_freed_memory() -> None:
@@ -302,7 +297,11 @@ def return_freed_memory() -> None:
     Sharding a model frees all of it in pieces between the shards that stay. glibc reuses such holes, but rarely
     releases them, and how many there are is a matter of luck. Other C libraries return memory by themselves.
     """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    """Call a function of glibc; nothing happens where there is another C library."""
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        function(*arguments)

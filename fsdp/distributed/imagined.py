@@ -7,9 +7,10 @@ compare values, all simulated ranks have the values of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,16 +83,6 @@ class ImaginedGroup:
         self.sent.append(Message(kind, what, tag, round(nbytes)))
 
 
-class _Sent:
-    """Messages that hold the sent tensors until they are awaited, like gloo's messages."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-
-    def wait(self, *limit: Any) -> None:
-        """They have left at once."""
-
-
 class _Imagined(TorchCollectives):
     def __init__(self, group: ImaginedGroup) -> None:
         super().__init__(group)
@@ -111,7 +102,7 @@ class _ImaginedExchange(_Imagined, DirectExchange):
         names = {"gather": "all-gather", "reduction": "reduce-scatter"}
         sent = [each for tensors in outgoing.values() for each in tensors]
         self._note(names.get(kind, kind), what, tag, sum(each.nbytes for each in sent))
-        return [], [_Sent(sent)]
+        return [], [SimpleNamespace(wait=lambda *_: None, sent=sent)]  # holds these until it is awaited, as gloo's do
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         return Pending(what, (), lambda: tensor)  # only words are reduced like this
