@@ -13,12 +13,14 @@ from tests.faults.fault import (
     TRAIN,
     Fault,
     also,
+    assigns,
     in_backward,
     instead,
     raises,
     skip,
     sleeps,
     stops_for,
+    updates,
     usual,
 )
 from tests.faults.job import Job
@@ -35,27 +37,9 @@ def without_sync(job: Job) -> None:
     job.stack.enter_context(job.model.no_sync())
 
 
-def hooked(job: Job) -> None:
-    """Have the gradient of a flat parameter fail in a communication hook, registered by all ranks."""
-
-
 def with_loss(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Job], None]:
     def do(job: Job) -> None:
         job.loss = change(job.loss)
-
-    return do
-
-
-def poisoned(value: float) -> Callable[[Job], None]:
-    def do(job: Job) -> None:
-        job.loss = job.loss * value
-
-    return do
-
-
-def clips_to(**options: float) -> Callable[[Job], None]:
-    def do(job: Job) -> None:
-        job.clipping.update(options)
 
     return do
 
@@ -84,13 +68,13 @@ FAULTS = {
             rank=r"rank 1 is in backward|Rank 1 began backward", remedy=OFTEN),
         backward("a loss that is detached", "structure", with_loss(lambda loss: loss.detach()), at="backward 2",
             rank=ENDED + " RuntimeError", by="others"),
-        backward("a loss that is not a number", "values", poisoned(float("nan")), at="backward 2",
+        backward("a loss that is not a number", "values", with_loss(lambda loss: loss * float("nan")), at="backward 2",
             program="setup detect train train train", rank="rank 1: the gradient of ",
             unit="head.bias of unit 'root"),
     ],
     "reduction": [
         reduction("no_sync on one rank", "modes", without_sync, unit=BACKWARD, remedy="no_sync"),
-        reduction("a hook that raises on one rank", "exceptions", lambda job: setattr(job, "hook_fails", True),
+        reduction("a hook that raises on one rank", "exceptions", assigns(hook_fails=True),
             at="backward 2", program="setup register_hook train train train",
             rank=f"{ENDED} RuntimeError.*the communication hook", unit=BACKWARD, by="others"),
         reduction("a hook on one rank only", "options", also("register_hook"), at="batch",
@@ -113,10 +97,11 @@ FAULTS = {
         clipping("clipping on one rank only", "extra calls", also("clip"), at="step 2", program=TRAIN,
             rank=r"Rank 1 is in clip_grad_norm_\(\), which every rank must call",
             remedy="Make the same calls on every rank"),
-        clipping("another bound", "options", clips_to(max_norm=0.5), unit="max_norm|at most 0.5", remedy=DIFFERENT),
-        clipping("another norm", "options", clips_to(norm_type=1.0),
+        clipping("another bound", "options", updates("clipping", max_norm=0.5),
+            unit="max_norm|at most 0.5", remedy=DIFFERENT),
+        clipping("another norm", "options", updates("clipping", norm_type=1.0),
             unit="norm_type|norm of gradients of order 1", remedy=DIFFERENT),
-        clipping("the largest element", "options", clips_to(norm_type=float("inf")), remedy=DIFFERENT),
+        clipping("the largest element", "options", updates("clipping", norm_type=float("inf")), remedy=DIFFERENT),
         clipping("values instead of the norm", "modes", instead("clip_values"), program=CLIPPING + " train"),
         clipping("torch's function on one rank", "modes", instead("clip_to_one"), unit="", quiet=True),
         clipping("clipping under no_sync", "order", without_sync, at="forward 2", victim=None,

@@ -15,11 +15,13 @@ from unittest import mock
 from tests.faults.fault import (
     ENDED,
     GONE,
+    SAME_CALLS,
     STUCK,
     TRAIN,
     Action,
     Fault,
     also,
+    assigns,
     ends_by,
     instead,
     interrupted,
@@ -28,6 +30,7 @@ from tests.faults.fault import (
     sleeps,
     stops,
     stops_for,
+    updates,
     usual,
 )
 from tests.faults.job import Job
@@ -37,7 +40,6 @@ SAVE = "setup train save train save train"
 BACKGROUND = "setup train save_in_background wait train save_in_background train wait train"
 LOAD = "setup train save train load train"
 SAVING, LOADING, IN_BACKGROUND = r"fsdp\.save\(\)", r"fsdp\.load\(\)", r"fsdp\.checkpoint\.Saver\.save\(\)"
-SAME_CALLS = "[Mm]ake the same calls? on every rank|they have taken different paths"
 EVERY = "[Ee]very rank"
 FULL = OSError(errno.ENOSPC, "No space left on device")
 damaged = partial(Fault, kind="damaged files", at="load", program=LOAD, victim=0, rank="", damages=True)
@@ -48,20 +50,8 @@ def while_writing(action: Action, step: int = 3) -> Action:
     return lambda job: job.stack.enter_context(counted_steps(step, lambda: job.strike(action)))
 
 
-def saving(**options: Any) -> Action:
-    return lambda job: job.saving.update(options)
-
-
-def loading(**options: Any) -> Action:
-    return lambda job: job.loading.update(options)
-
-
 def elsewhere(job: Job) -> None:
     job.path = job.folder / "elsewhere"
-
-
-def without_optimizer(job: Job) -> None:
-    job.without_optimizer = True
 
 
 def a_job_holds_the_lock(job: Job) -> None:
@@ -148,8 +138,9 @@ FAULTS = {
         save("left out", "skipping", skip, unit=SAVING, remedy=SAME_CALLS),
         save("a state dict instead", "order", instead("state_dict"), unit=SAVING, remedy=SAME_CALLS),
         save("another folder", "options", elsewhere, unit="elsewhere", remedy=EVERY, after="kept train"),
-        save("another step", "options", saving(step=7), unit="step", remedy=EVERY, after="kept train"),
-        save("without the optimizer", "options", without_optimizer, unit="optimizer", remedy=EVERY, after="kept train"),
+        save("another step", "options", updates("saving", step=7), unit="step", remedy=EVERY, after="kept train"),
+        save("without the optimizer", "options", assigns(without_optimizer=True),
+            unit="optimizer", remedy=EVERY, after="kept train"),
         save("no space left", "disk", while_writing(raises(FULL)),
             rank="rank 1 could not", unit="saved", by="others", after="kept train"),
         save("no space left on rank 0", "disk", while_writing(raises(FULL), 6), victim=0,
@@ -160,7 +151,7 @@ FAULTS = {
             rank=GONE, unit=SAVING, remedy=KEPT, ends="SIGKILL"),
         save("rank 0 killed while writing", "SIGKILL", while_writing(ends_by(signal.SIGKILL), 8), victim=0,
             rank="rank 0 is gone", unit=SAVING, remedy=KEPT, ends="SIGKILL"),
-        save("values that cannot be saved", "structure", saving(values={"net": object()}),
+        save("values that cannot be saved", "structure", updates("saving", values={"net": object()}),
             unit="values", by="others", after="kept train"),
         save("a slow disk", "slow ranks", while_writing(sleeps(5)), quiet=True, after="trained"),
         save("stopped for good while writing", "SIGSTOP for good", while_writing(stops),
@@ -202,9 +193,9 @@ FAULTS = {
         load("a checkpoint with other values", "exchanged files", exchanged,
             program="setup train save copy_saved train save load train", rank="rank 1", unit="different checkpoints",
             remedy=EVERY),
-        load("not strict on one rank", "options", loading(strict=False),
+        load("not strict on one rank", "options", updates("loading", strict=False),
             unit="strict=False", remedy=EVERY, after="kept train"),
-        load("without the optimizer", "options", without_optimizer,
+        load("without the optimizer", "options", assigns(without_optimizer=True),
             unit="no optimizer", remedy=EVERY, after="kept train"),
         load("an error of the disk", "disk", not_readable, rank="rank 1 could not", unit="saved", by="others"),
         damaged("a bit of the weights", do=file("model*.safetensors", flip),

@@ -7,9 +7,22 @@ from functools import partial
 
 import torch
 
-from tests.faults.fault import GONE, Action, Fault, also, ends_by, in_backward, in_forward, raises, sets, skip, usual
+from tests.faults.fault import (
+    GONE,
+    Action,
+    Fault,
+    also,
+    assigns,
+    ends_by,
+    in_backward,
+    in_forward,
+    raises,
+    sets,
+    skip,
+    usual,
+)
 from tests.faults.job import Job
-from tests.faults.wrapping import BUILD_ALIKE, DIFFERS, frozen, in_half, narrow, other_seed
+from tests.faults.wrapping import BUILD_ALIKE, DIFFERS, frozen, in_half, narrow
 
 
 def calls(method: str, *args: object) -> Action:
@@ -37,7 +50,7 @@ FAULTS = {
             rank=DIFFERS, unit=r"blocks\.1", remedy=BUILD_ALIKE),
         sharded("a frozen parameter", "structure", frozen, at="wrap",
             rank=DIFFERS, unit=r"blocks\.1", remedy=BUILD_ALIKE),
-        sharded("other values", "values", other_seed, at="build",
+        sharded("other values", "values", assigns(seed=1), at="build",
             rank="Rank 1 has other values", unit="head", remedy="torch.manual_seed"),
         sharded("unsharded on one rank", "extra calls", calls("unshard"), at="batch 2", unit="all-gather of"),
         sharded("no reduction on one rank", "modes", calls("set_requires_gradient_sync", False), at="forward 2",

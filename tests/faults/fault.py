@@ -27,6 +27,7 @@ ENDED = r"rank 1 was ended by"
 GONE = r"rank 1:? is gone"
 LATE = r"The others wait for rank 1\b"
 DIFFERENT = r"different (collectives|calls)"
+SAME_CALLS = "[Mm]ake the same calls? on every rank|they have taken different paths"
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,19 @@ class Skip(Exception):  # noqa: N818 - it is no error
     """The victim leaves the operation out that the fault strikes before."""
 
 
+def assigns(**attributes: Any) -> Action:
+    """Have other values in attributes of the job."""
+    return lambda job: vars(job).update(attributes)
+
+
+def updates(mapping: str, **items: Any) -> Action:
+    """Have other values in a mapping of the job."""
+    return lambda job: getattr(job, mapping).update(items)
+
+
 def sets(**options: Any) -> Action:
     """Have other options for what is wrapped next."""
-    return lambda job: job.options.update(options)
+    return updates("options", **options)
 
 
 # --- what may happen to a rank ----------------------------------------------------------------------------------------
@@ -164,31 +175,24 @@ def stops_for(seconds: float) -> Action:
 
 def in_forward(action: Action) -> Action:
     """Have it happen inside of the next forward, in front of the second block."""
-
-    def do(job: Job) -> None:
-        job.in_forward = action
-
-    return do
+    return assigns(in_forward=action)
 
 
 def in_backward(action: Action) -> Action:
     """Have it happen inside of the next backward, between the two blocks."""
+    return assigns(in_backward=action)
 
-    def do(job: Job) -> None:
-        job.in_backward = action
 
-    return do
+def inside(action: Action) -> Action:
+    """Have it happen inside of the next context, or of the second training_step."""
+    return assigns(inside=action)
 
 
 # --- what may happen anywhere -----------------------------------------------------------------------------------------
 
 
-def unchanged(action: Action) -> Action:
-    return action
-
-
 def usual(
-    at: str, within: Callable[[Action], Action] = unchanged, where: str = "", unit: str = ANY, **how: Any
+    at: str, within: Callable[[Action], Action] = lambda action: action, where: str = "", unit: str = ANY, **how: Any
 ) -> list[Fault]:
     """Return what may come to a rank in any phase: it raises, is interrupted, killed, stopped, or late.
 

@@ -13,9 +13,9 @@ from tests.faults.fault import (
     ENDED,
     GATHER,
     GONE,
-    Action,
     Fault,
     also,
+    assigns,
     ends_by,
     exits,
     in_forward,
@@ -46,11 +46,6 @@ def flips_a_bit(job: Job) -> None:
 
     patch = mock.patch.object(dist.ProcessGroup, "send", send_flipped)
     patch.start()
-
-
-def runs(*order: int) -> Action:
-    """Run the blocks in this order from now on."""
-    return lambda job: setattr(job, "order", order)
 
 
 def without_gradients(job: Job) -> None:
@@ -86,16 +81,17 @@ FAULTS = {
         forward("evaluation on one rank", "extra calls", also("evaluate"), at="batch 2",
             rank=r"Rank 1 runs forward \d+ in eval\(\) without gradients", unit="all-gather of",
             remedy="the same mode on every rank"),
-        forward("two units in another order", "order", runs(1, 0),
+        forward("two units in another order", "order", assigns(order=(1, 0)),
             rank=r"Rank 1 ran blocks\.1 before blocks\.0 in forward", unit=r"ran blocks\.0 first",
             remedy="the same units in the same order"),
-        forward("two units in another order in the first step", "order", runs(1, 0), at="forward",
+        forward("two units in another order in the first step", "order", assigns(order=(1, 0)), at="forward",
             rank=r"Rank 1 ran blocks\.1 before blocks\.0 in forward", unit=r"ran blocks\.0 first",
             remedy="the same units in the same order"),
-        forward("a unit is left out", "skipping", runs(0),
+        forward("a unit is left out", "skipping", assigns(order=(0,)),
             rank=r"Rank 1 left blocks\.1 out of forward", unit=r"blocks\.1", remedy=r"fsdp\.cond"),
-        forward("a unit is used twice", "extra calls", runs(0, 0, 1), rank=r"Rank 1 ran blocks\.0 twice in forward",
-            unit=r"blocks\.0", remedy="the same units in the same order"),
+        forward("a unit is used twice", "extra calls", assigns(order=(0, 0, 1)),
+            rank=r"Rank 1 ran blocks\.0 twice in forward", unit=r"blocks\.0",
+            remedy="the same units in the same order"),
         forward("a forward more", "extra calls", also("forward"),
             rank=r"Rank 1 began forward \d+ while ranks? [-0, 23]+ (is|are) in backward", unit="root|blocks",
             remedy=r"fsdp\.join"),

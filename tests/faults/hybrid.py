@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.faults.fault import Fault, also, in_backward, sets, skip, usual
+from tests.faults.fault import Fault, also, assigns, in_backward, sets, skip, usual
 from tests.faults.job import Job
 from tests.faults.optimizer import write
 
@@ -36,7 +36,7 @@ FAULTS = {
             unit="head.weight of unit 'root", remedy="go on from a checkpoint", by="victim"),
         hybrid("a replica is written on one rank", "values", write(0.0), at="batch 2", program=HYBRID + " pause train",
             unit="the shard of root", remedy="on every rank"),
-        hybrid("other values", "values", lambda job: setattr(job, "seed", 1),
+        hybrid("other values", "values", assigns(seed=1),
             rank="Rank 1 has other values", unit="head", remedy="torch.manual_seed"),
     ],
 }

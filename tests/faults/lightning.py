@@ -6,15 +6,10 @@ import importlib.util
 import signal
 from functools import partial
 
-from tests.faults.fault import ENDED, GONE, LATE, Action, Fault, ends_by, raises, sleeps
+from tests.faults.fault import ENDED, GONE, LATE, Fault, assigns, ends_by, inside, raises, sleeps
 from tests.faults.job import Job
 
 GATHER = r"all-gather of (net|head|root)"
-
-
-def inside(action: Action) -> Action:
-    """Have something happen in the second training_step."""
-    return lambda job: setattr(job, "inside", action)
 
 
 def fit(job: Job) -> None:
@@ -35,10 +30,6 @@ def saves(job: Job) -> None:
     job.trainer.save_checkpoint(job.folder / "one.ckpt")
 
 
-def fewer_batches(job: Job) -> None:
-    job.batches = 2
-
-
 by_trainer = partial(Fault, at="fit", program="fit", sizes=(2,))
 
 # fmt: off
@@ -50,7 +41,7 @@ FAULTS = {
         by_trainer("late", "slow ranks", inside(sleeps(6)), rank=LATE, unit=GATHER, raises=False, by="one"),
         by_trainer("a checkpoint on one rank only", "extra calls", inside(saves),
             rank=f"{ENDED} RuntimeError: cannot take a state dict", unit=GATHER, by="others"),
-        by_trainer("fewer batches on one rank", "skipping", fewer_batches, rank=r"rank 1\b", unit="."),
+        by_trainer("fewer batches on one rank", "skipping", assigns(batches=2), rank=r"rank 1\b", unit="."),
     ]
     * (importlib.util.find_spec("lightning") is not None)
 }

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
-from tests.faults.fault import ENDED, GATHER, Action, Fault, in_forward, sleeps, usual
+from tests.faults.fault import ENDED, GATHER, Fault, in_forward, sleeps, usual
 from tests.faults.job import Job
 
 DISK = "on_disk setup train train train"
 
 
-def file(change: str) -> Action:
-    def do(job: Job) -> None:
-        for path in Path(job.options["offload_folder"]).rglob("*"):
-            if path.is_file():
-                os.truncate(path, 0) if change == "truncate" else path.unlink()
-
-    return do
-
-
-def open_files(change: str) -> Action:
+def truncate_open_files(job: Job) -> None:
     """Damage what this rank has mapped, whatever name it has or had."""
-
-    def do(job: Job) -> None:
-        for number in os.listdir("/proc/self/fd"):
-            name = f"/proc/self/fd/{number}"
-            try:
-                target = os.readlink(name)
-                if str(job.options["offload_folder"]) in target:
-                    os.truncate(name, 0)
-            except OSError:
-                continue
-
-    return do
+    for number in os.listdir("/proc/self/fd"):
+        name = f"/proc/self/fd/{number}"
+        with suppress(OSError):
+            if str(job.options["offload_folder"]) in os.readlink(name):
+                os.truncate(name, 0)
 
 
 def in_memory(job: Job) -> None:
@@ -66,7 +50,7 @@ FAULTS = {
             rank=f"{ENDED} .*/proc/nowhere", by="others"),
         offload_to_disk("no space left", "disk", disk_is_full, at="wrap",
             rank=f"{ENDED} RuntimeError.*bytes", by="others"),
-        offload_to_disk("its file is truncated", "disk", open_files("truncate"), at="forward 2",
+        offload_to_disk("its file is truncated", "disk", truncate_open_files, at="forward 2",
             rank=f"{ENDED} .*truncated", unit=GATHER, by="others"),
         offload_to_disk("a slow disk", "slow ranks", sleeps(1), at="step 2", quiet=True, after="trained"),
     ],

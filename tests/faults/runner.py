@@ -284,17 +284,17 @@ def judge(
         verdict.expressible = False
         return verdict
     patterns = {"rank": fault.rank, "unit": fault.unit, "remedy": fault.remedy}
-    told = [_told(rank, record, fault, list(patterns.values())) for rank, record in enumerate(records)]
+    told = [_told(record, list(patterns.values())) for record in records]
     hearers = [rank for rank in range(len(records)) if _must_say(fault, rank)]
     times = [when for rank in hearers for when, _ in told[rank]]
-    if times and struck is not None:
+    if times:
         verdict.seconds = max(0.0, min(times) - struck)
     texts = ["\n".join(text for _, text in each) for each in told]
     for what, pattern in patterns.items():
         among = any if fault.by == "one" else all
         verdict.named[what] = among(re.search(pattern, texts[rank]) for rank in hearers) if pattern else None
     verdict.words = "".join(f"\n--- rank {rank} said\n{text[-1500:] or '(nothing)'}" for rank, text in enumerate(texts))
-    verdict.afterwards = "; ".join(_broken(fault, records, endings, headlines, struck))
+    verdict.afterwards = "; ".join(_broken(fault, records, endings, headlines))
     return verdict
 
 
@@ -305,7 +305,7 @@ def _must_say(fault: Fault, rank: int) -> bool:
     return {"all": True, "victim": is_victim}.get(fault.by, not is_victim)
 
 
-def _told(rank: int, record: Record | None, fault: Fault, patterns: Sequence[str]) -> list[tuple[float, str]]:
+def _told(record: Record | None, patterns: Sequence[str]) -> list[tuple[float, str]]:
     """Return the reports of a rank: errors, and what it has printed that somebody waits for."""
     if record is None:
         return []
@@ -314,11 +314,7 @@ def _told(rank: int, record: Record | None, fault: Fault, patterns: Sequence[str
 
 
 def _broken(
-    fault: Fault,
-    records: Sequence[Record | None],
-    endings: Sequence[Ending],
-    headlines: Sequence[str],
-    struck: float | None,
+    fault: Fault, records: Sequence[Record | None], endings: Sequence[Ending], headlines: Sequence[str]
 ) -> Iterator[str]:
     for rank, (record, ending, headline) in enumerate(zip(records, endings, headlines, strict=True)):
         is_expected = fault.ends and fault.ends in (headline or "") and fault.victim in (None, rank)

@@ -8,21 +8,25 @@ from typing import Any
 
 import torch
 
-from tests.faults.fault import ENDED, TRAIN, Action, Fault, also, instead, raises, skip, usual
+from tests.faults.fault import (
+    ENDED,
+    SAME_CALLS,
+    TRAIN,
+    Action,
+    Fault,
+    also,
+    inside,
+    instead,
+    raises,
+    skip,
+    updates,
+    usual,
+)
 from tests.faults.job import Job
 
 SUMMON = "setup train summon train"
 STATE = "setup train state_dict train"
 LOAD = "setup train state_dict load_state_dict train"
-SAME_CALLS = "[Mm]ake the same calls? on every rank|they have taken different paths"
-
-
-def inside(action: Action) -> Action:
-    return lambda job: setattr(job, "inside", action)
-
-
-def summoning(**options: Any) -> Action:
-    return lambda job: job.summoning.update(options)
 
 
 def writes(value: float) -> Action:
@@ -51,9 +55,9 @@ FAULTS = {
         summon("one rank only", "extra calls", also("summon"), at="batch 2", program=TRAIN,
             unit=r"summon_full_params\(\)", remedy=SAME_CALLS),
         summon("left out", "skipping", skip, unit=r"summon_full_params\(\)", remedy=SAME_CALLS),
-        summon("without writeback on one rank", "options", summoning(volatile=True), remedy="Every rank"),
-        summon("rank0_only on one rank", "options", summoning(rank0_only=True), remedy="Every rank"),
-        summon("one unit instead of all", "options", summoning(recurse=False), remedy="Every rank"),
+        summon("without writeback on one rank", "options", updates("summoning", volatile=True), remedy="Every rank"),
+        summon("rank0_only on one rank", "options", updates("summoning", rank0_only=True), remedy="Every rank"),
+        summon("one unit instead of all", "options", updates("summoning", recurse=False), remedy="Every rank"),
         summon("an error inside on all ranks, which is caught", "exceptions", inside(raises(KeyError("weight"))),
             victim=None, rank="weight", after="kept train trained"),
         summon("other values are written", "values", inside(writes(1.0)), unit="head.weight"),

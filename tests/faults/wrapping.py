@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tests.faults.fault import ENDED, LATE, Action, Fault, also, ends_by, raises, sets, sleeps, usual
+from tests.faults.fault import ENDED, LATE, Action, Fault, also, assigns, ends_by, raises, sets, sleeps, usual
 from tests.faults.job import Job
 
 BUILD_ALIKE = "Build and shard the same modules in the same order and with the same options on every rank"
@@ -31,10 +31,6 @@ def narrow(job: Job) -> None:
     job.plain.blocks[1].linear = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6))
 
 
-def other_seed(job: Job) -> None:
-    job.seed = 1
-
-
 def frozen(job: Job) -> None:
     job.plain.blocks[1].linear.weight.requires_grad_(False)
 
@@ -45,10 +41,6 @@ def in_half(job: Job) -> None:
 
 def tied(job: Job) -> None:
     job.plain.blocks[1].linear.weight = job.plain.blocks[0].linear.weight
-
-
-def unwrapped(job: Job) -> None:
-    job.units = 1
 
 
 def older(job: Job) -> None:
@@ -89,10 +81,10 @@ FAULTS = {
         structure("a frozen parameter", frozen),
         structure("tied on one rank only", tied,
             rank=f"{ENDED} ValueError: linear.weight is the same", unit="", remedy="", by="others", after=""),
-        structure("a block that is no unit", unwrapped, unit="blocks.1"),
+        structure("a block that is no unit", assigns(units=1), unit="blocks.1"),
         wrapping("an older version of the library", "other versions", older, rank=DIFFERS, unit="fsdp 0"),
         wrapping("another torch", "other versions", other_torch, rank=DIFFERS, unit="torch 2"),
-        wrapping("other values", "values", other_seed, at="build",
+        wrapping("other values", "values", assigns(seed=1), at="build",
             rank="Rank 1 has other values", unit=r"head\.weight of unit 'root", remedy="torch.manual_seed"),
         wrapping("an error while building", "exceptions", raises(FileNotFoundError("vocabulary.txt")), at="build",
             rank="rank 1 was ended by FileNotFoundError: vocabulary.txt", by="others"),
