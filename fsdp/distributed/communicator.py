@@ -345,7 +345,6 @@ _awaited: dict[int, Sequence[Any]] = {}  # by thread, the works that it waits fo
 _LONG = 10.0  # seconds between two waits, of which no more count: a rank may pause for hours
 
 
-_MAIN_THREAD = threading.main_thread().ident
 main_threads: set[int] = set()  # of ranks, where these are threads (`fsdp.testing`)
 
 
@@ -368,7 +367,7 @@ def explain(closed_by: int | None) -> str:
 def finish(works: Sequence[Any], what: str) -> None:
     """Wait for works of `torch.distributed`; raise an error, with the known cause, if any of them did not complete."""
     thread, since = threading.get_ident(), time.monotonic()
-    beside = thread != _MAIN_THREAD and is_aside(thread)
+    beside = is_aside(thread)
     waits[thread], _awaited[thread] = Wait(what, _call.get(), since), works
     try:
         limit = _limit.get()

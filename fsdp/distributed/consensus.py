@@ -145,16 +145,12 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
     heard = ""
     for ranks in everyone:
         # also told by ranks that have heard of an error: the others wait for them
-        heard = _first(from_everyone(ranks, heard if error is None else _text_of(error, what))) or heard
+        heard = next(filter(None, from_everyone(ranks, heard if error is None else _text_of(error, what))), "")
     _raise(error, heard)
 
 
 def _text_of(error: Exception, what: str) -> str:
     return f"rank {own_rank()} could not {what}. {type(error).__name__}: {error}"
-
-
-def _first(told: Iterable[str]) -> str:
-    return next(filter(None, told), "")
 
 
 def _raise(error: Exception | None, heard: str) -> None:
@@ -187,5 +183,5 @@ def told_by_all(ranks: Ranks, what: str, job: Callable[[], tuple[_T, _Told]]) ->
     except Exception as caught:  # noqa: BLE001 (all ranks raise it)
         error, text = caught, _text_of(caught, what)
     heard = from_everyone(ranks, (text, pickled))
-    _raise(error, _first(text for text, _ in heard))
+    _raise(error, next((text for text, _ in heard if text), ""))
     return cast(_T, result), [pickle.loads(other) for _, other in heard]

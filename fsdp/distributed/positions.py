@@ -184,7 +184,7 @@ def _of_calls(waiting: Mapping[int, Position], are_all: bool) -> str:
     if not calls or (are_all and len(calls) == 1 and not training):
         return ""
     (first, ranks), *others = calls
-    text = f"{named(ranks)} {_are(ranks)} in {first}, which every rank must call"
+    text = f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} in {first}, which every rank must call"
     for call, elsewhere in others:
         text += f", and {named(elsewhere)} in {call}"
     if training:
@@ -237,7 +237,3 @@ def _call_of_torchs(frames: Sequence[traceback.FrameSummary]) -> str:
     called = takewhile(lambda frame: frame.filename.startswith(_LIBRARIES), reversed(frames))
     public = (each.name for each in reversed([*called]) if not each.name.startswith("_"))
     return next((f"{name}()" for name in public if name not in _DECORATORS), "a call of torch.distributed")
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
