@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.collectives import Communicator, StagedExchange, communicator
 from fsdp.distributed.dtensor import full_tensor
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, host_waits, later_kernels
+from tests.helpers.accelerator import ACCELERATOR, host_waits, later_kernels
 from tests.helpers.on_ranks import on_accelerators
 
 pytestmark = pytest.mark.accelerator
@@ -57,22 +57,16 @@ CALLS: dict[str, tuple[Callable[[Communicator], list[float]], list[list[float]]]
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("late", [0, 1])
-def test_what_was_awaited_has_come_from_a_rank_that_is_late(
-    accelerator_ranks: AcceleratorRanks, call: str, late: int
-) -> None:
-    assert accelerator_ranks(2, through_host=True).run(_call, call, late) == CALLS[call][1]
-
-
-def _call(call: str, late: int) -> list[float]:
+@on_accelerators(2, through_host=True)
+def test_what_was_awaited_has_come_from_a_rank_that_is_late() -> None:
     way = communicator(dist.group.WORLD, torch.device(ACCELERATOR))
     assert isinstance(way, StagedExchange)
-    if dist.get_rank() == late:
-        time.sleep(0.05)
-    found = CALLS[call][0](way)
-    way.settle()
-    return found
+    for name, (call, expected) in CALLS.items():
+        for late in (0, 1):
+            if dist.get_rank() == late:
+                time.sleep(0.05)
+            assert call(way) == expected[dist.get_rank()], name
+            way.settle()
 
 
 @on_accelerators(2)

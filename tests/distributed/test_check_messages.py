@@ -39,7 +39,7 @@ def damaging(number: int) -> Any:
 
 
 def test_a_flipped_bit_is_an_error_that_names_both_ranks_and_training_goes_on(ranks: RankPool, tmp_path: Path) -> None:
-    numbers = [5, 9, 11, 13, 17]
+    numbers = [5, 11, 17]
     errors = ranks(3, backend=None).run(_train_with_flipped_bits, tmp_path, numbers)
     for number, first, *others in zip(numbers, *errors, strict=True):
         assert first.startswith("DamagedMessageError: rank 0: "), number
@@ -75,15 +75,6 @@ def test_without_checksums_a_flipped_bit_changes_the_weights_in_silence(tmp_path
     with damaging(15):
         assert not errors_of(training, lambda: False)
     assert not torch.equal(training.weights(), expected)
-    dist.destroy_process_group()
-
-
-@on_ranks(3, backend=None)
-def test_checked_messages_train_to_the_same_bits(tmp_path: Path) -> None:
-    start(tmp_path, 3)
-    expected = weights_after(range(BATCHES))
-    check_messages()
-    assert torch.equal(weights_after(range(BATCHES)), expected)
     dist.destroy_process_group()
 
 

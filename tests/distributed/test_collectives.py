@@ -56,9 +56,7 @@ WAYS: dict[str, Callable[[Any], Communicator]] = {
     "staged": StagedExchange,  # on CPU tensors it is the same detour
 }
 
-two_to_four = pytest.mark.parametrize("world_size", [2, 3, 4])
 every_way = pytest.mark.parametrize("way", WAYS)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 
 
 def world(way: str = "direct") -> Communicator:
@@ -99,7 +97,9 @@ def test_a_reduction_gives_every_rank_its_piece_of_the_sum(way: str, dtype: torc
     for numel in (1, 7, 5000):
         fulls = [whole_numbers(numel * comm.world_size, dtype, seed=rank) for rank in range(comm.world_size)]
         expected = torch.stack(fulls).sum(0).to(dtype).chunk(comm.world_size)[comm.rank]
-        reduced = comm.reduce_scatter(fulls[comm.rank].clone(), "a reduction", tag=0).wait()
+        full = fulls[comm.rank].clone()
+        reduced = comm.reduce_scatter(full, "a reduction", tag=0).wait()
+        full.untyped_storage().resize_(0)
         assert reduced.dtype is dtype
         assert torch.equal(reduced, expected)
 
@@ -137,18 +137,7 @@ def test_values_of_any_dtype_are_exchanged(way: str, dtype: torch.dtype) -> None
     assert arrived.float().tolist() == torch.tensor([1.0 + peer, 0.0]).to(dtype).float().tolist()
 
 
-@every_way
-@on_ranks(3)
-def test_the_buffer_of_a_finished_reduction_can_be_freed(way: str) -> None:
-    comm = world(way)
-    full = torch.ones(3 * 1000)
-    reduced = comm.reduce_scatter(full, "a reduction", tag=0).wait()
-    full.untyped_storage().resize_(0)
-    assert torch.equal(reduced, torch.full((1000,), 3.0))
-
-
-@two_to_four
-@on_ranks("world_size")
+@on_ranks(4)
 def test_a_direct_sum_is_taken_in_rank_order() -> None:
     """On every rank, so that a run repeats to the last bit, and replicas of a piece would be equal."""
     comm = world("direct")
@@ -211,15 +200,14 @@ def test_many_may_be_in_flight_and_be_awaited_in_any_order(way: str) -> None:
         comm.reduce_scatter(torch.full((comm.world_size * (tag + 1),), float(tag)), f"reduction {tag}", tag)
         for tag in range(20)
     ]
-    for tag in reversed(range(20)):
+    for tag in [*reversed(range(20)), 0]:  # waiting again changes nothing
         expected = [100.0 * tag + rank for rank in range(comm.world_size) for _ in range(tag + 1)]
         assert gathers[tag].wait().tolist() == expected
         assert reductions[tag].wait().tolist() == [float(tag * comm.world_size)] * (tag + 1)
     comm.settle()
 
 
-@two_to_four
-@on_ranks("world_size")
+@on_ranks(3)
 def test_ranks_may_issue_in_different_orders_what_has_different_tags() -> None:
     """What would hang or mix bytes in collectives that match by order."""
     comm = world("direct")
@@ -247,18 +235,6 @@ def test_one_tag_may_be_in_flight_several_times(way: str) -> None:
     ]
     for number in reversed(range(5)):
         assert works[number].wait().tolist() == [10.0 * number, 10.0 * number + 1, 10.0 * number + 2]
-    comm.settle()
-
-
-@every_way
-@on_ranks(3)
-def test_waiting_again_changes_nothing(way: str) -> None:
-    comm = world(way)
-    gather = comm.all_gather(torch.empty(3), torch.tensor([float(comm.rank)]), "a gather", tag=0)
-    reduction = comm.reduce_scatter(torch.ones(3), "a reduction", tag=0)
-    for _ in range(2):
-        assert gather.wait().tolist() == [0.0, 1.0, 2.0]
-        assert reduction.wait().tolist() == [3.0]
     comm.settle()
 
 

@@ -102,16 +102,14 @@ def test_a_hook_cannot_be_registered_in_a_backward() -> None:
     backward(model)
 
 
-@pytest.mark.parametrize(
-    "hooks", [(average, average_in_float32), (average, partial(average_in_float32)), (average, Toolbox(keep))]
-)
 @on_ranks(2)
-def test_ranks_with_different_hooks_are_told_which(hooks: tuple[Hook, Hook]) -> None:
+def test_ranks_with_different_hooks_are_told_which() -> None:
     model: Any = nested_mlp(fully_sharded())
-    other = "Toolbox" if isinstance(hooks[1], Toolbox) else "average_in_float32"
-    expected = rf"rank 0 has tests\.\S+\.average and rank 1 has tests\.[\w.]+\.{other}\. Every rank must"
-    with pytest.raises(RuntimeError, match=rf"the ranks have different communication hooks: {expected}"):
-        model.register_comm_hook(None, hooks[dist.get_rank()])
+    others = {"average_in_float32": partial(average_in_float32), "Toolbox": Toolbox(keep)}
+    for name, hook in others.items():
+        expected = rf"rank 0 has tests\.\S+\.average and rank 1 has tests\.[\w.]+\.{name}\. Every rank must"
+        with pytest.raises(RuntimeError, match=rf"the ranks have different communication hooks: {expected}"):
+            model.register_comm_hook(None, hook if dist.get_rank() else average)
     model.register_comm_hook(None, average)  # none was kept
     backward(model)
 
@@ -210,9 +208,7 @@ class Failing:
         average(state, gradient, shard)
 
 
-@pytest.mark.parametrize(
-    ("numel", "unit"), [(3, "gate"), (39, r"trunk\.2"), (78, "trunk"), (48, r"root \(NestedMlp\)")]
-)
+@pytest.mark.parametrize(("numel", "unit"), [(39, r"trunk\.2"), (48, r"root \(NestedMlp\)")])
 @on_ranks(3)
 def test_a_hook_that_raises_names_the_unit_and_leaves_the_model_usable(numel: int, unit: str) -> None:
     model: Any = nested_mlp(fully_sharded())

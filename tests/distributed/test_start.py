@@ -20,16 +20,9 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankError, RankPool
 
 
-def test_ranks_with_the_environment_of_torchrun_meet(ranks: RankPool) -> None:
-    """The examples are started by torchrun itself."""
-    # As torchrun does it: a store outside of the ranks, which all of them connect to.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = ranks(2, backend=None).run(_meet, store.port)
-    assert found == [("cpu", "cpu:gloo", 2)] * 2
-
-
 def test_ranks_that_torchrun_starts_again_meet(ranks: RankPool) -> None:
-    """torchrun keeps its store, in which the addresses of the ranks before are."""
+    """torchrun, by which the examples are started, keeps its store with the addresses of the ranks before."""
+    # As torchrun does it: a store outside of the ranks, which all of them connect to.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(RankError, match="exited with status 3"):
         ranks(2, backend=None).run(_meet_and_end, store.port)
