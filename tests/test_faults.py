@@ -14,6 +14,7 @@ import pytest
 
 from tests.faults.fault import ENDED, Fault, raises
 from tests.faults.runner import Key, Record, Runner, Verdict, judge, table
+from tests.faults.wrapping import BUILD_ALIKE
 from tests.helpers.ranks import RankPool
 from tests.helpers.workers import Ending
 
@@ -32,11 +33,11 @@ QUICK = {
     "two jobs",
 }
 REPORTED = {"reduction", "clipping", "step", "cond", "join", "hybrid", "fully_shard", "offload to disk"}
-COMPARED = {"wrapping"}  # what is compared at first use has its own tests, with less around them
 
 
 def is_quick(phase: str, fault: Fault) -> bool:
-    return fault.kind in QUICK and phase not in REPORTED | COMPARED and fault.by == "all" and 2 in fault.sizes
+    is_compared = fault.remedy == BUILD_ALIKE  # at first use, by a function that has its own tests, with less around it
+    return fault.kind in QUICK and not is_compared and phase not in REPORTED and fault.by == "all" and 2 in fault.sizes
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
