@@ -142,8 +142,8 @@ class _Parked(ParkedTensors):
         super().__init__(part, to, message, is_readable=part != "gradients")
         self.root, self.part, self.steps, self._handle, self.undo = root, part, steps, handle, ExitStack()
 
-    def free(self) -> None:
-        super().free()
+    def hold(self) -> None:
+        """Make uses of the freed tensors raise errors, or steps bring them back, until `end`."""
         handles = _handles(self.root)
         if self.part == "parameters":
             self.undo.callback(_note_places, handles)
@@ -229,6 +229,7 @@ def _park(
             one.undo = undo
         _records(root).append(one)
         one.free()
+        one.hold()
     _return_memory(ours)
     return ours
 

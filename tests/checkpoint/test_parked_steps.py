@@ -28,6 +28,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import backward, talk
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
+from tests.helpers.safetensors_files import counted_reads
 
 flat = FullyShardedDataParallel
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -156,6 +157,22 @@ def test_the_state_of_two_units_at_most_is_in_memory(tmp_path: Path) -> None:
         assert len(seen) == 1 + len(by_unit) == 4
         assert 0 < max(seen) <= sum(sorted(by_unit)[-2:]) < sum(by_unit)
         assert nbytes_of(tensors_of(optimizer)) == 0
+
+
+@on_ranks(2)
+def test_each_step_reads_the_state_once(tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = adamw(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    counts = []
+    with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
+        for step in range(3):
+            backward(model, step)
+            with counted_reads() as sizes:
+                optimizer.step()
+            counts.append(len(sizes))
+    assert counts == 3 * [len(tensors_of(optimizer))]
 
 
 @on_ranks(2)
