@@ -63,14 +63,6 @@ _DIAGNOSE = (
     "Merge the reports of all ranks of a job into a single page, with the first cause at the top.\n"
     "Ranks write reports to the folder of fsdp.set_watchdog(reports=FOLDER) or the environment variable FSDP_REPORTS."
 )
-_NO_LOCAL_STATE = (
-    "local state dicts of FSDP1 are not read: load them with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or "
-    "FULL_STATE_DICT"
-)
-_NO_SHARDS = (
-    "FairScale's shards are read and not written: convert to torch, and load that file into the model before FairScale "
-    "wraps it"
-)
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _DTYPES = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -144,13 +136,6 @@ def _terminated_tidily() -> Iterator[None]:
 def _said(message: str, code: int) -> int:
     say(f"fsdp: {message}", sys.stderr)
     return code
-
-
-class _Removed(argparse.Action):
-    """An option of earlier versions; `const` names the replacement."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        parser.error(f"{option}: {self.const}")
 
 
 def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentParser:
@@ -255,7 +240,6 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         help="For dcp: write the optimizer's state in the form of get_optimizer_state_dict with "
         "flatten_optimizer_state_dict=True.",
     )
-    command.add_argument("--template", action=_Removed, const=_NO_SHARDS, help=argparse.SUPPRESS)
 
 
 def _add_choices(command: argparse.ArgumentParser) -> None:
@@ -274,7 +258,6 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="For fairscale and fsdp1: the files of the optimizer's state, if they are separate from the weights.",
     )
-    command.add_argument("--like", action=_Removed, const=_NO_LOCAL_STATE, help=argparse.SUPPRESS)
 
 
 def _choices(args: argparse.Namespace) -> Choices:
@@ -291,7 +274,10 @@ def _choices(args: argparse.Namespace) -> Choices:
 
 def _target(text: str) -> str:
     if text == "fairscale":
-        raise argparse.ArgumentTypeError(_NO_SHARDS)
+        raise argparse.ArgumentTypeError(
+            "FairScale's shards are read and not written: convert to torch, and load that file into the model before "
+            "FairScale wraps it"
+        )
     return text
 
 
