@@ -451,7 +451,7 @@ def _convert(args: argparse.Namespace, choices: Choices) -> int:
         }
         advance = progress.start(content.nbytes)
         try:
-            writers[word](args.target, content, overwrite=args.overwrite, advance=advance)
+            writers[word](args.target, content, advance=advance)
         except (BrokenPipeError, FileExistsError):
             raise
         except (OSError, RuntimeError) as error:  # torch's writers do not name the file

@@ -155,8 +155,7 @@ def _flattened(full: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance) -> None:
-    require_free(path, overwrite)
+def write_ours(path: str, content: Content, *, max_file_bytes: int | None, advance: Advance) -> None:
     source, destination = content.source, Destination(path)
     sets = [TensorSet.planned("model", content.model or [], max_file_bytes)]
     if content.optimizer is not None:
@@ -177,24 +176,22 @@ def _written(folder: str, each: TensorSet, advance: Advance) -> TensorFiles:
     return each.written(write_parts(folder, each.files, each.entries, advance))
 
 
-def write_safetensors(
-    path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance
-) -> None:
+def write_safetensors(path: str, content: Content, *, max_file_bytes: int | None, advance: Advance) -> None:
     """Write a model as a single file if `path` ends with ``.safetensors``, or as a folder of files."""
     model = content.model or []
     if path.endswith(SUFFIX):
         if max_file_bytes is not None:
             raise ValueError(f"--max-file-bytes makes several files, and {path} is one: name a folder")
         (file,) = plan(model, os.path.basename(path).removesuffix(SUFFIX))
-        with new_place(path, overwrite=overwrite) as part:
+        with new_place(path) as part:
             folder, name = os.path.split(part)
             _written(folder, TensorSet("model", model, [replace(file, name=name)]), advance)
     else:
-        with new_place(path, overwrite=overwrite, own=_SAFETENSORS) as part:
+        with new_place(path, own=_SAFETENSORS) as part:
             _written(part, TensorSet.planned("model", model, max_file_bytes), advance)
 
 
-def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool, advance: Advance) -> None:
+def write_torch(path: str, content: Content, *, by_number: bool, advance: Advance) -> None:
     """Write a single file. If there is only an optimizer, the file contains its state without an outer dictionary."""
     entries: dict[int, Entry] = {}
     rooms: dict[Any, Tensor] = {}  # tied tensors stay tied
@@ -207,7 +204,7 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
 
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
-    with new_place(path, overwrite=overwrite) as part:
+    with new_place(path) as part:
         _save_in_pieces(part, whole, entries, advance)
 
 
@@ -252,7 +249,7 @@ def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, in
 
 
 @contextmanager
-def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None) -> Iterator[str]:
+def new_place(path: str, own: re.Pattern[str] | None = None) -> Iterator[str]:
     """Yield a temporary file or folder, which is renamed to `path` if the block succeeds, and removed if it fails.
 
     With `own`, it is a folder, and an existing folder is replaced only if the names of its files match `own`.
@@ -260,7 +257,6 @@ def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None)
     is_folder = own is not None
     place = os.path.realpath(path)
     part = place + _WRITING
-    require_free(path, overwrite)
     if os.path.lexists(place):
         if os.path.isdir(place) != is_folder:
             raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")

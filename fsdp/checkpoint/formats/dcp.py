@@ -184,7 +184,7 @@ def _with_lists(tree: Any) -> Any:
     return made
 
 
-def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, advance: Advance) -> None:
+def write_dcp(path: str, content: Content, *, is_flat: bool, advance: Advance) -> None:
     """Write a folder with ``model.<name>``, ``optimizer.state.<name>.<key>``, and the values, a tensor at a time."""
     import torch.distributed.checkpoint as dcp  # which takes long
     from torch.distributed.checkpoint.api import CheckpointException
@@ -219,7 +219,7 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
             return torch.frombuffer(self.last, dtype=entry.dtype).view(entry.shape)
 
     state = tree_of(content, make, is_flat=is_flat)
-    with new_place(path, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():
+    with new_place(path, own=_OWN) as part, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # Without copying in advance, tensors are requested sequentially.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
