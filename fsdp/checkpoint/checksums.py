@@ -106,11 +106,7 @@ def _power(exponent: int) -> int:
 
 
 class HoleError(Exception):
-    """Bytes `begin` to `end` of a tensor are in no fragment."""
-
-    def __init__(self, begin: int, end: int) -> None:
-        super().__init__(f"bytes {begin} to {end}")
-        self.begin, self.end = begin, end
+    """Bytes of a tensor are in no fragment; the message names them."""
 
 
 def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
@@ -122,7 +118,7 @@ def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
     if reached == end:
         return found
     if sum(each.nbytes for each in known) != end - begin:
-        raise HoleError(reached, end)
+        raise HoleError(f"bytes {reached} to {end}")
     return reduce(xor, (joined(each.checksum, 0, end - each.end) for each in known))
 
 

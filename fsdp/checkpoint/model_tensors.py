@@ -129,7 +129,7 @@ class SlotTensor:
             box = box.moved(self.part.offsets)
         return Held(box, start, start + interval.numel, interval.offset)
 
-    def vector(self, name: str) -> Tensor:
+    def vector(self) -> Tensor:
         self.handle.storage.check_readable(self.handle.name)
         return self.handle.flat_param.vector if self.packing is None else self.handle.flat_param.vector.view(self.dtype)
 
@@ -218,9 +218,11 @@ class UnshardedTensor:
                 "the tensors it is made of, such as indices and values, as buffers, and it with persistent=False"
             )
 
-    def vector(self, name: str) -> Tensor:
+    def vector(self) -> Tensor:
         if self.tensor.is_meta:
-            raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
+            raise RuntimeError(
+                f"cannot save a checkpoint: {plain_name(self.names[0])} is on the meta device and has no values"
+            )
         if self.packing is not None:
             packed: Tensor = self.packing.pack_form(self.tensor)
             return packed
@@ -473,7 +475,7 @@ def dtype_in_files(target: Target, dtype: torch.dtype | None) -> torch.dtype:
 
 def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:
     """Return the entry of a tensor to save, with the part that this rank writes."""
-    vector, held = target.vector(name), target.held
+    vector, held = target.vector(), target.held
     own = None if held is None or name not in written else vector[held.offset : held.offset + held.numel]
     return Entry(name, dtype_in_files(target, dtype), target.shape, *part_of(target, own), target.form)
 

@@ -71,13 +71,12 @@ class ParkedTensors:
         self._copies = HostCopies() if to == "host" else FileCopies(to)
         self._tensors: dict[int, tuple[Any, int | None]] = {}  # by their ids, with the addresses of plain ones
         self._storages: dict[int, NamedStorage] = {}  # by their addresses
-        self._sizes: list[int] = []
         self._copied: dict[int, UntypedStorage] = {}  # by the addresses of the storages
         self._guarded: list[Any] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(self._sizes)
+        return sum(each.nbytes() for each in self._copied.values())
 
     @property
     def is_parked(self) -> bool:
@@ -110,7 +109,6 @@ class ParkedTensors:
                     names.add(own)
                     fits = tensor.dtype in KINDS and storage.nbytes() % tensor.dtype.itemsize == 0
                     self._storages[address] = own, tensor.dtype if fits else torch.uint8, storage
-        self._sizes = [storage.nbytes() for _, _, storage in self._storages.values()]
 
     def copy(self) -> None:
         """Copy all storages; their memory is still there. After an error, the tensors are forgotten: none is parked."""
@@ -133,8 +131,8 @@ class ParkedTensors:
 
     def fill(self) -> None:
         """Allocate the memory again, and fill it."""
-        for (_, _, storage), nbytes in zip(self._storages.values(), self._sizes, strict=True):
-            storage.resize_(nbytes)
+        for address, (_, _, storage) in self._storages.items():
+            storage.resize_(self._copied[address].nbytes())
         if self._storages:
             self._copies.restore([*self._storages.values()])
 
@@ -148,7 +146,7 @@ class ParkedTensors:
         for tensor in self._guarded:
             tensor.__class__ = tensor.kind
             _values.pop(tensor, None)
-        self._tensors, self._storages, self._sizes, self._copied, self._guarded = {}, {}, [], {}, []
+        self._tensors, self._storages, self._copied, self._guarded = {}, {}, {}, []
 
     def end(self) -> None:
         """Allow all operations again, and free the copies."""

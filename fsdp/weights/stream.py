@@ -261,7 +261,7 @@ class Stream:
 
     def vectors(self) -> dict[int, Tensor]:
         """Return this rank's vectors by the number of a tensor, see `Held`."""
-        return {number: target.vector(name) for number, (name, target) in enumerate(self._targets.items())}
+        return {number: target.vector() for number, target in enumerate(self._targets.values())}
 
     def run(self) -> WeightPlan:
         """Collective. Send all buckets."""
