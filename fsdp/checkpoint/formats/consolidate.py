@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.source import Piece, Stitched, is_tensor, memory_of, split_vector
+from fsdp.checkpoint.formats.source import Piece, Stitched, is_tensor, memory_of
 from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import clean_name, join
 from fsdp.layers.state_dict.local import shard_mark
@@ -221,7 +221,11 @@ class Backing:
 
     def cut(self, pieces: Sequence[Piece]) -> dict[str, Stitched]:
         """Return the tensors in a vector that has the same layout as this flat parameter."""
-        return dict(split_vector(pieces, self.names, self._described["shapes"]))
+        found, start = {}, 0
+        for name, shape in zip(self.names, self._described["shapes"], strict=True):
+            found[name] = Stitched(pieces, start, shape)
+            start += found[name].shape.numel()
+        return found
 
 
 def _checked(entry: Any) -> dict[str, Any]:

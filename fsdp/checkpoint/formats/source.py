@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -386,13 +386,3 @@ class Stitched:
                     tensor.fill(files, part, first)
                 done += count
             before += numel
-
-
-def split_vector(
-    pieces: Iterable[Piece], names: Sequence[str], shapes: Sequence[Sequence[int]]
-) -> Iterator[tuple[str, Stitched]]:
-    """Yield the consecutive tensors of a vector, of which ranks hold these pieces, in order."""
-    held, start = list(pieces), 0
-    for name, shape in zip(names, shapes, strict=True):
-        yield name, Stitched(held, start, shape)
-        start += math.prod(shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.checkpoint.formats.source import Piece, Stitched, TensorReader, split_vector
+from fsdp.checkpoint.formats.source import Piece, Stitched, TensorReader
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from tests.helpers.safetensors_files import counted_reads
 
@@ -42,16 +42,6 @@ def test_every_range_of_pieces_in_files_and_in_memory_is_read(tmp_path: Path) ->
     assert_every_range_is_read(reader, "all", VALUES)
 
 
-def test_a_vector_in_pieces_is_cut_into_tensors(tmp_path: Path) -> None:
-    pieces = [in_file(tmp_path / "0.pt", VALUES[:7]), Piece.of(VALUES[:0]), Piece.of(VALUES[7:])]
-    shapes = [(3, 3), (), (0, 2), (14,)]
-    reader = TensorReader("vector", dict(split_vector(pieces, list("abcd"), shapes)))
-    assert [tuple(each.shape) for each in reader.tensors.values()] == shapes
-    assert_every_range_is_read(reader, "a", VALUES[:9])
-    assert_every_range_is_read(reader, "b", VALUES[9])
-    assert_every_range_is_read(reader, "d", VALUES[10:])
-
-
 def test_a_whole_is_in_memory_of_its_own() -> None:
     pieces = (Piece.of(VALUES, 4), Piece.of(VALUES[8:], 1))
     found = Stitched(pieces, 2, (3,)).whole()
@@ -67,13 +57,6 @@ def test_only_what_is_wanted_of_a_file_is_read(tmp_path: Path) -> None:
     assert sizes == [8, 12]
 
 
-def test_values_are_cast_on_their_way(tmp_path: Path) -> None:
-    reader = TensorReader("values", {"x": Stitched([in_file(tmp_path / "x.pt", VALUES)], 0, (24,))})
-    target = torch.empty(4, dtype=torch.float64)
-    reader.read("x", target, 3)
-    assert torch.equal(target, VALUES[3:7].double())
-
-
 # Files that change
 
 
@@ -82,21 +65,6 @@ def test_a_file_that_has_taken_the_place_of_another_is_not_read(tmp_path: Path) 
     torch.save(torch.zeros(24), tmp_path / "other.pt")
     os.replace(tmp_path / "other.pt", tmp_path / "x.pt")
     with pytest.raises(ValueError, match=r"x\.pt was changed, or another file was put in its place, .* begin anew"):
-        reader.read("x", torch.empty(24))
-
-
-def test_a_file_that_was_cut_short_before_it_is_read_is_an_error(tmp_path: Path) -> None:
-    reader = TensorReader("values", {"x": in_file(tmp_path / "x.pt", VALUES).tensor})
-    os.truncate(tmp_path / "x.pt", 100)
-    with pytest.raises(ValueError, match=r"x\.pt was changed"):
-        reader.read("x", torch.empty(24))
-
-
-def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    reader = TensorReader("values", {"x": in_file(tmp_path / "x.pt", VALUES).tensor})
-    reader.read("x", torch.empty(1))
-    os.truncate(tmp_path / "x.pt", 100)
-    with pytest.raises(ValueError, match=r"x\.pt is truncated: it ends before byte"):
         reader.read("x", torch.empty(24))
 
 
