@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -34,6 +34,7 @@ def wait_for_their_end() -> None:
         thread.join(timeout=60)
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 3), st.lists(st.lists(st.binary(max_size=20), max_size=9), max_size=4))
 def test_fragments_come_in_their_order_with_any_number_of_cores(cores: int, calls: list[list[bytes]]) -> None:
     with mock.patch.object(checksum_threads, "free_cores", return_value=cores):

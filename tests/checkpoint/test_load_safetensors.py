@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision, load_safetensors
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Net, nested_mlp, tiny_transformer
+from tests.helpers.offload import with_folder
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, other_values, save, shard_bytes
-
-FOLDER = "offload folder"
-
 
 # Values
 
@@ -33,14 +31,10 @@ OPTIONS = [
     {"flatten_parameters": False},
     {"use_orig_params": True},
     {"offload": "cpu"},
-    {"offload": "disk", "offload_folder": FOLDER},
+    {"offload": "disk"},
     {"mixed_precision": True, "compute_dtype": torch.bfloat16},
-    {"use_orig_params": True, "offload": "disk", "offload_folder": FOLDER},
+    {"use_orig_params": True, "offload": "disk"},
 ]
-
-
-def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return {name: folder if value is FOLDER or value == FOLDER else value for name, value in options.items()}
 
 
 @parametrize_cases(world_size=[3, 1, 2], options=OPTIONS, nested=[True, False], files=[1, 2])

@@ -52,11 +52,6 @@ def save(path: Path, version: int, **options: Any) -> None:
     fsdp.save(path, *trained(version), values=version, generators=False, **options)
 
 
-def save_in_background(path: Path, version: int) -> None:
-    with checkpoint.Saver() as saver:
-        saver.save(path, *trained(version), values=version, generators=False)
-
-
 def save_mine(path: Path) -> None:
     """What a user keeps beside the tensors."""
     for name, text in MINE.items():
@@ -108,11 +103,9 @@ def the_two_between_renames(folder: Path) -> None:
 
 SAVES: dict[str, tuple[Callable[[Path], None], Callable[[Path, int], None]]] = {
     "the first": (nothing, save),
-    "over another": (one, save),
     "of several files": (one_of_several_files, lambda path, version: save(path, version, max_file_bytes=30)),
     "over what was left": (one_and_what_killed_saves_have_left, save),
     "between renames": (the_two_between_renames, save),
-    "in the background": (one, save_in_background),
 }
 
 

@@ -29,7 +29,6 @@ from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.forms import full_state
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import backward, talk, under_fully_shard
-from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
 from tests.helpers.weights import ON_PAIRS, Collected, Parts, tensor_parallel_gpt
 
@@ -129,7 +128,7 @@ def apart(tree: Any) -> Any:
 
 
 @on_ranks("world_size")
-@parametrize_pairs(world_size=[2, 1], kind=list(KINDS))
+@pytest.mark.parametrize(("world_size", "kind"), [*((2, kind) for kind in KINDS), (1, "flat"), (1, "rows")])
 def test_exports_of_a_parked_model_have_the_bits_of_the_model_that_is_not_parked(
     world_size: int, kind: str, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import fsdp
 from fsdp import optim_utils
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.offload import with_folder
 from tests.helpers.optimizers import (
     MakeOptimizer,
     adadelta,
@@ -34,7 +35,7 @@ FORMS: list[dict[str, Any]] = [
     {"flatten_parameters": False},
     {"use_orig_params": True},
     {"group_by": is_bias},
-    {"offload": "disk", "offload_folder": "offload"},
+    {"offload": "disk"},
 ]
 OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta]
 
@@ -95,8 +96,7 @@ def _made(
     *,
     seed: int,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    options = {name: folder / value if name == "offload_folder" else value for name, value in form.items()}
-    model = make_model(fully_sharded(**options), seed=seed)
+    model = make_model(fully_sharded(**with_folder(form, folder / "offload")), seed=seed)
     return model, make_optimizer(model)
 
 

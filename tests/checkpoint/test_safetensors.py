@@ -156,15 +156,6 @@ def test_a_range_that_is_not_there_is_refused(tmp_path: Path, target: Tensor, st
         files.read("matrix", target, start)
 
 
-def test_files_are_closed(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "a.safetensors")
-    before = os.listdir("/proc/self/fd")
-    with SafetensorsFiles(tmp_path / "a.safetensors") as files:
-        read(files, "matrix")
-        assert len(os.listdir("/proc/self/fd")) == len(before) + 1
-    assert os.listdir("/proc/self/fd") == before
-
-
 # Several files
 
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import fsdp
 from fsdp import FullyShardedDataParallel
 from tests.helpers.checkpoint_models import counted_writes, stored_state, tied_state
-from tests.helpers.convert_formats import converted
 from tests.helpers.dtensor_twins import local, ours, whole
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
@@ -308,11 +307,3 @@ def _save_in_background(folder: Path) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
-
-
-def test_a_checkpoint_becomes_files_of_other_formats(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_save_trained, tmp_path / "run", (2, 2), {"door": "fully_shard"}, sgd_with_momentum)
-    converted(tmp_path / "run", tmp_path / "model.pt", "--to", "torch")
-    found = torch.load(tmp_path / "model.pt")["model"]
-    stored = stored_state(tmp_path / "run")
-    assert_same_state({name: found[name] for name in stored}, stored)

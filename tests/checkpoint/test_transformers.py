@@ -58,20 +58,6 @@ def _train_and_save(folder: Path, family: str, max_file_bytes: int | None) -> No
 
 
 @on_ranks(2)
-def test_the_configuration_is_in_the_next_checkpoint_too(tmp_path: Path) -> None:
-    model = sharded("gpt2", "original")
-    optimizer = adamw(model.parameters())
-    saved = fsdp.save(tmp_path / "run", model, optimizer)
-    if dist.get_rank() == 0:
-        model.config.save_pretrained(saved.path)
-    train(model, optimizer, range(1))
-    fsdp.save(tmp_path / "run", model, optimizer)
-    expected = logits(model)
-    if dist.get_rank() == 0:
-        assert torch.equal(logits(from_pretrained("gpt2", tmp_path / "run")), expected)
-
-
-@on_ranks(2)
 def test_an_export_in_16_bits(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     model = sharded("llama")

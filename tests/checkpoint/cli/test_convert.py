@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,11 +16,15 @@ import torch
 from fsdp.checkpoint.cli import Progress
 from fsdp.checkpoint.cli import _size as size_of
 from fsdp.checkpoint.safetensors import SafetensorsFiles
-from tests.helpers.checkpoint_models import content, flip
+from tests.helpers.checkpoint_models import content, flip, small_files
 from tests.helpers.convert_formats import assert_same_checkpoint, command, converted, saved
 
 Captured = pytest.CaptureFixture[str]
-every_target = pytest.mark.parametrize("word", ["fsdp", "torch", "dcp", "safetensors"])
+WORDS = ["fsdp", "torch", "dcp", "safetensors"]
+every_target = pytest.mark.parametrize("word", WORDS)
+every_target_with_a_signal = pytest.mark.parametrize(
+    ("word", "number"), [*zip(WORDS, 2 * [signal.SIGINT, signal.SIGTERM], strict=True)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +32,16 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("checkpoints") / "origin")
 
 
-def everything_in(folder: Path) -> dict[str, bytes]:
-    """All files, those beside a target as well."""
-    return content(folder)
-
-
 # What is there already
 
 
-@every_target
-def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: Captured, origin: Path, word: str) -> None:
-    converted(origin, tmp_path / "there", "--to", word)
-    before = everything_in(tmp_path)
-    said = command(capsys, "convert", origin, tmp_path / "there", "--to", word)
+def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: Captured, origin: Path) -> None:
+    converted(origin, tmp_path / "there")
+    before = content(tmp_path)
+    said = command(capsys, "convert", origin, tmp_path / "there")
     assert said.code == 2
     assert "is there already: name another place, or replace it (--overwrite)" in said.err
-    assert everything_in(tmp_path) == before
+    assert content(tmp_path) == before
 
 
 @every_target
@@ -64,7 +59,7 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path, capsys: Cap
     (tmp_path / "there" / "thesis.txt").write_text("all of it")
     said = command(capsys, "convert", origin, tmp_path / "there", "--to", word, "--overwrite")
     assert said.code == 2
-    assert everything_in(tmp_path) == {"there/thesis.txt": b"all of it"}
+    assert content(tmp_path) == {"there/thesis.txt": b"all of it"}
 
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path, capsys: Captured, origin: Path) -> None:
@@ -86,11 +81,11 @@ def test_what_another_conversion_writes_is_left_alone(tmp_path: Path, capsys: Ca
 @pytest.mark.parametrize("word", ["fsdp", "safetensors"])
 def test_a_checkpoint_is_not_written_over_itself(tmp_path: Path, capsys: Captured, word: str) -> None:
     place = saved(tmp_path / "origin")
-    before = everything_in(tmp_path)
+    before = content(tmp_path)
     said = command(capsys, "convert", place, place, "--overwrite", "--to", word)
     assert said.code == 2
     assert "is where the checkpoint is" in said.err
-    assert everything_in(tmp_path) == before
+    assert content(tmp_path) == before
 
 
 # Failures
@@ -102,23 +97,12 @@ def test_a_damaged_source_leaves_what_was_there(tmp_path: Path, capsys: Captured
     converted(source, tmp_path / "there", "--to", word)
     tensor = SafetensorsFiles(source).tensors["wide.weight"]
     flip(Path(tensor.file), tensor.tensor.begin)
-    before = everything_in(tmp_path)
+    before = content(tmp_path)
     said = command(capsys, "convert", source, tmp_path / "there", "--to", word, "--overwrite")
     assert said.code == 1
     assert "wide.weight in" in said.err
     assert "is damaged" in said.err
-    assert everything_in(tmp_path) == before
-
-
-@contextmanager
-def small_files(nbytes: int) -> Iterator[None]:
-    """Larger ones cannot be written."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert content(tmp_path) == before
 
 
 @every_target
@@ -130,11 +114,10 @@ def test_a_disk_that_takes_no_more_is_said(tmp_path: Path, capsys: Captured, ori
     assert said.err.splitlines()[-1].startswith("fsdp: ")
     assert str(tmp_path / "there") in said.err.splitlines()[-1]
     assert "Traceback" not in said.err
-    assert everything_in(tmp_path) == {"beside": b"mine"}
+    assert content(tmp_path) == {"beside": b"mine"}
 
 
-@every_target
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@every_target_with_a_signal
 def test_an_interrupt_leaves_nothing(
     tmp_path: Path, capsys: Captured, origin: Path, word: str, number: signal.Signals
 ) -> None:
@@ -156,10 +139,9 @@ def test_an_interrupt_leaves_nothing(
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-@every_target
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@every_target_with_a_signal
 def test_a_second_interrupt_while_it_cleans_up_leaves_nothing(
-    tmp_path: Path, capsys: Captured, origin: Path, word: str, second: signal.Signals
+    tmp_path: Path, capsys: Captured, origin: Path, word: str, number: signal.Signals
 ) -> None:
     keyboard, unlink = signal.signal(signal.SIGINT, signal.default_int_handler), os.unlink
 
@@ -167,7 +149,7 @@ def test_a_second_interrupt_while_it_cleans_up_leaves_nothing(
         signal.raise_signal(signal.SIGTERM)
 
     def unlink_slowly(*args: Any, **options: Any) -> None:
-        signal.raise_signal(second)
+        signal.raise_signal(number)
         unlink(*args, **options)
 
     try:

@@ -161,23 +161,6 @@ def test_a_parameter_that_wrappers_share_is_one_tensor(tmp_path: Path) -> None:
 # Metadata
 
 
-def test_the_metadata_are_fairscale_s(ranks: RankPool) -> None:
-    first, last = ranks(2).run(_metadata)
-    entry = first["param_metadata"][2]
-    assert list(first) == ["param_metadata", "buffer_names"]
-    assert list(entry) == ["fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info"]
-    assert entry["fsdp_path"] == "trunk.2"
-    (names, shapes, numels, padding) = entry["params"]["flat_param_0"].values()
-    assert names == ["0.weight", "0.bias", "1.weight"]
-    assert shapes == [torch.Size([3, 11]), torch.Size([3]), torch.Size([1])]
-    assert (numels, padding) == ([33, 3, 1], 0)
-    assert last["param_metadata"][2]["params"]["flat_param_0"]["padding"] == 1
-
-
-def _metadata() -> Any:
-    return nested_mlp(fully_sharded()).local_metadata_dict()  # type: ignore[operator]
-
-
 def test_pieces_have_an_entry_each_and_no_padding(ranks: RankPool) -> None:
     (metadata, *_) = ranks(3).run(_metadata_of_pieces)
     entry = metadata["param_metadata"][0]["params"]["entry.weight"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.formats.test_consolidate_fairscale import recorded, truth
+from tests.checkpoint.formats.test_consolidate_fairscale import recorded
+from tests.helpers.legacy_sources import truth
 from tests.helpers.local_shards import Shards, consolidated
 
 

@@ -11,23 +11,18 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel
 from tests.helpers.equality import assert_same
+from tests.helpers.legacy_sources import RECORDED, truth
 from tests.helpers.local_shards import Shards, consolidated
 from tests.helpers.models import keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.paths import DATA
 from tests.tools.record_fairscale_shards import CASES, make_model, make_wrapped
 
-RECORDED = DATA / "fairscale"
 every_case = pytest.mark.parametrize("name", CASES)
 
 
 def recorded(name: str) -> Shards:
     read = [torch.load(RECORDED / name / f"rank{rank}.pt", weights_only=True) for rank in range(CASES[name].ranks)]
     return [one["weights"] for one in read], [one["metadata"] for one in read]
-
-
-def truth(name: str) -> dict[str, Any]:
-    return torch.load(RECORDED / name / "whole.pt", weights_only=True)
 
 
 @every_case

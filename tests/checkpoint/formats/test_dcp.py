@@ -288,12 +288,10 @@ def saved_alone(folder: Path, state: Any, **options: Any) -> Path:
     "wrapped",
     [
         lambda state: state,
-        lambda state: {"model": state},
-        lambda state: {"state_dict": state, "epoch": 3},
         lambda state: {"app": {"model": state, "epoch": 3}},
         lambda state: {**state, "epoch": 3},
     ],
-    ids=["bare", "model", "state_dict", "app", "beside values"],
+    ids=["bare", "app", "beside values"],
 )
 def test_the_model_is_found_in_usual_places(tmp_path: Path, wrapped: Any) -> None:
     folder = saved_alone(tmp_path / "saved", wrapped(net().state_dict()))

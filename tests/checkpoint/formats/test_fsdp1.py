@@ -102,6 +102,14 @@ def truth(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "whole.pt", weights_only=True)
 
 
+@pytest.fixture(scope="module")
+def of_two(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have saved, sharded and whole."""
+    folder = tmp_path_factory.mktemp("fsdp1")
+    ranks(2).run(save, folder, "sharded", {})
+    return folder
+
+
 def assert_is(source: Any, whole: Mapping[str, Any]) -> None:
     found = weights_of(source)
     assert found.keys() == whole["model"].keys()
@@ -173,16 +181,13 @@ def test_groups_keep_their_settings(ranks: RankPool, tmp_path: Path) -> None:
     assert [options["lr"] for options, _ in groups_of(source)] == [0.01, 0.5]
 
 
-def test_weights_and_state_may_be_in_different_files(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(save, tmp_path, "sharded", {})
-    (tmp_path / "state").mkdir()
-    torch.save(truth(tmp_path)["optimizer"], tmp_path / "state" / "optimizer.pt")
-    assert_is(open_fsdp1(tmp_path, Choices(optimizer_files=tmp_path / "state" / "optimizer.pt")), truth(tmp_path))
+def test_weights_and_state_may_be_in_different_files(of_two: Path, tmp_path: Path) -> None:
+    torch.save(truth(of_two)["optimizer"], tmp_path / "optimizer.pt")
+    assert_is(open_fsdp1(of_two, Choices(optimizer_files=tmp_path / "optimizer.pt")), truth(of_two))
 
 
-def test_weights_alone_and_state_alone_are_read(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(save, tmp_path, "full", {})
-    whole = truth(tmp_path)
+def test_weights_alone_and_state_alone_are_read(of_two: Path, tmp_path: Path) -> None:
+    whole = truth(of_two)
     torch.save(whole["model"], tmp_path / "model.pt")
     torch.save(whole["optimizer"], tmp_path / "optimizer.pt")
     weights, state = open_fsdp1(tmp_path / "model.pt"), open_fsdp1(tmp_path / "optimizer.pt")
@@ -192,9 +197,8 @@ def test_weights_alone_and_state_alone_are_read(ranks: RankPool, tmp_path: Path)
     assert (dict(state.model.tensors), state.notes) == ({}, ("there are no weights of a model in it",))
 
 
-def test_state_by_numbers_is_read_with_names(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(save, tmp_path, "full", {})
-    whole = truth(tmp_path)
+def test_state_by_numbers_is_read_with_names(of_two: Path, tmp_path: Path) -> None:
+    whole = truth(of_two)
     names = whole["optimizer"]["param_groups"][0]["params"]
     numbered = {
         "state": {number: whole["optimizer"]["state"][name] for number, name in enumerate(names)},
@@ -206,10 +210,9 @@ def test_state_by_numbers_is_read_with_names(ranks: RankPool, tmp_path: Path) ->
         open_fsdp1(tmp_path / "numbered.pt")
 
 
-def test_files_are_known_by_what_is_in_them(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(save, tmp_path, "sharded", {})
-    assert has_fsdp1_shards(tmp_path)
-    assert not has_fsdp1_shards(tmp_path / "whole.pt")
+def test_files_are_known_by_what_is_in_them(of_two: Path, tmp_path: Path) -> None:
+    assert has_fsdp1_shards(of_two)
+    assert not has_fsdp1_shards(of_two / "whole.pt")
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "plain.pt")
     assert not has_fsdp1_shards(tmp_path / "plain.pt")
     assert not has_fsdp1_shards(tmp_path / "nothing.pt")

@@ -268,8 +268,7 @@ BOMBS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("case", BOMBS)
-@pytest.mark.parametrize("kind", ["zip", "dcp"])
+@pytest.mark.parametrize(("kind", "case"), [*(("zip", case) for case in BOMBS), ("dcp", "a length of bytes")])
 def test_a_small_pickle_gets_little_time_and_memory(tmp_path: Path, case: str, kind: str) -> None:
     path = tmp_path / "x.pt"
     if kind == "zip":
@@ -305,14 +304,8 @@ def _of_shape(shape: str) -> str:
 
 HEADERS: dict[str, Callable[[], str]] = {
     "a number of digits": lambda: _of_shape(f"[{'9' * 20_000_000}]"),
-    "numbers of digits": lambda: _of_shape(f"[{','.join(['9' * 4000] * 5000)}]"),
-    "dimensions": lambda: _of_shape(f"[{','.join('1' * 10_000_000)}]"),
-    "dimensions without elements": lambda: _of_shape(f"[{','.join('0' * 10_000_000)}]"),
     "dimensions in a short entry": lambda: _of_shape(f"[{','.join('1' * 4000)}]"),
-    "lists": lambda: _of_shape(f"[{','.join(['[]'] * 7_000_000)}]"),
     "lists in each other": lambda: _of_shape("[" * 10_000_000),
-    "lists in each other, not too deep": lambda: _of_shape(f"[{','.join(['[' * 500 + ']' * 500] * 20_000)}]"),
-    "objects": lambda: '{"x":[' + ",".join(["{}"] * 7_000_000) + "]}",
     "values": lambda: "{" + ",".join(['"":0'] * 4_000_000) + "}",
     "metadata of lists": lambda: '{"__metadata__":{"x":[' + ",".join(["[]"] * 7_000_000) + "]}}",
 }
@@ -327,10 +320,10 @@ def test_a_header_of_20_mb_gets_little_time_and_memory(tmp_path: Path, case: str
 
 
 def test_a_header_takes_no_more_memory_than_what_is_read_from_it(tmp_path: Path) -> None:
-    entries = [f'"{number}":{_EMPTY}' for number in range(20_000)]
+    entries = [f'"{number}":{_EMPTY}' for number in range(5_000)]
     header = ",".join([*entries, entries[-1]])
     _header_file(tmp_path, f"{{{header}}}")
-    with bounded(), memory_bounded(12 * len(header)), pytest.raises(ValueError, match="19999 is in it twice"):
+    with bounded(), memory_bounded(12 * len(header)), pytest.raises(ValueError, match="4999 is in it twice"):
         SafetensorsFiles(tmp_path)
 
 

@@ -59,10 +59,10 @@ def test_a_flat_optimizer_comes_back_with_its_settings(tmp_path: Path) -> None:
     assert_same(optimizer.state_dict(), trained()[1].state_dict())
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", ["torch", "numbers", "dcp"])
 def test_training_goes_on_from_a_converted_checkpoint(tmp_path: Path, way: str) -> None:
     place = converted(saved(tmp_path / "origin"), tmp_path / "there", *WAYS[way])
-    back = place if way in ("fsdp", "files", "dcp") else converted(place, tmp_path / "back")
+    back = place if way == "dcp" else converted(place, tmp_path / "back")
     model = kinds(seed=1)
     model.note = None
     optimizer = in_groups(model)

@@ -72,18 +72,6 @@ def test_every_range_is_read(archive: TorchArchive, name: str) -> None:
             assert_same(part, flat[start:stop], f"{name}[{start}:{stop}]")
 
 
-def test_values_are_cast_to_the_dtype_of_the_target(archive: TorchArchive) -> None:
-    part = torch.empty(2, 3, dtype=torch.float64)
-    TensorReader("file", archive.content).read("contiguous", part, 4)
-    assert torch.equal(part, torch.arange(4.0, 10.0, dtype=torch.float64).view(2, 3))
-
-
-@pytest.mark.parametrize(("start", "count"), [(-1, 2), (11, 2), (0, 13)])
-def test_a_range_outside_is_an_error(archive: TorchArchive, start: int, count: int) -> None:
-    with pytest.raises(ValueError, match=f"contiguous in file: cannot read elements {start} to {start + count} of 12"):
-        TensorReader("file", archive.content).read("contiguous", torch.empty(count), start)
-
-
 def test_a_range_costs_as_many_bytes_as_it_has(archive: TorchArchive) -> None:
     reader = TensorReader("file", archive.content)
     with counted_reads() as sizes:
