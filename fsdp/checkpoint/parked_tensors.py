@@ -67,7 +67,7 @@ class ParkedTensors:
     """
 
     def __init__(self, part: str, to: str | os.PathLike[str], message: str, is_readable: bool) -> None:
-        self._part, self._to, self.message, self._is_readable = part, to, message, is_readable
+        self.part, self._to, self.message, self._is_readable = part, to, message, is_readable
         self._copies = HostCopies() if to == "host" else FileCopies(to)
         self._tensors: dict[int, tuple[Any, int | None]] = {}  # by their ids, with the addresses of plain ones
         self._storages: dict[int, NamedStorage] = {}  # by their addresses
@@ -97,7 +97,7 @@ class ParkedTensors:
                 self._tensors.setdefault(id(value), (value, None))
                 self._tensors[id(tensor)] = tensor, address
                 if address not in self._storages:
-                    own = f"{self._part}.{name}"
+                    own = f"{self.part}.{name}"
                     if not storage.resizable():
                         raise ValueError(
                             f"{own} cannot be parked, because NumPy or another process shares its memory, or has "

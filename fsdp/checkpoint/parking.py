@@ -140,7 +140,7 @@ class _Parked(ParkedTensors):
             "before, on every rank, or leave `with fsdp.parked(...)`"
         )
         super().__init__(part, to, message, is_readable=part != "gradients")
-        self.root, self.part, self.steps, self._handle, self.undo = root, part, steps, handle, ExitStack()
+        self.root, self.steps, self._handle, self.undo = root, steps, handle, ExitStack()
 
     def hold(self) -> None:
         """Make uses of the freed tensors raise errors, or steps bring them back, until `end`."""

@@ -93,8 +93,7 @@ class SafetensorsFiles(TensorReader):
         with reading(self.path):
             found = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
         self.forms = {key[len(_FORM) :]: form for key, form in self.metadata.items() if key.startswith(_FORM)}
-        self._seen = dict.fromkeys(each.file for each in found.values())
-        self._begins = {name: each.begin for name, each in found.items()}
+        self._stored = found
         self.tensors = {name: FoundTensor(self, name, each.file.path, each) for name, each in found.items()}
 
     def _of_file(self, path: str) -> dict[str, StridedTensor]:
@@ -117,7 +116,7 @@ class SafetensorsFiles(TensorReader):
     def digest(self) -> str:
         """Return a hash of the headers, wherever the files lie: of names, dtypes, shapes and places, not of values."""
         places = sorted(
-            (name, str(each.dtype), list(each.shape), os.path.basename(each.file), self._begins[name])
+            (name, str(each.dtype), list(each.shape), os.path.basename(each.file), self._stored[name].begin)
             for name, each in self.tensors.items()
         )
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
@@ -331,7 +330,7 @@ class CheckedFiles(SafetensorsFiles):
 
     def hold(self) -> None:
         """Open the files, to read them even if a save replaces the checkpoint; if there are very many, only some."""
-        for file in self._seen:
+        for file in dict.fromkeys(each.file for each in self._stored.values()):
             self._files.open(file)
 
     def read(self, name: str, target: Tensor, start: int = 0) -> None:

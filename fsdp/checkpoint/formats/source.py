@@ -79,10 +79,7 @@ class FoundTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.numel() * self.dtype.itemsize
-
-    def numel(self) -> int:
-        return self.shape.numel()
+        return self.shape.numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
         return readable(f"{self.name} in {self.file}")

@@ -39,11 +39,6 @@ def saved(ranks: RankPool, path: Path, kind: str, world_size: int = 3, **options
     return path
 
 
-def test_a_rank_s_file_is_missing(folder: Path) -> None:
-    (folder / "rank1.pt").unlink()
-    fails(folder, "no file of rank 1", error=FileNotFoundError)
-
-
 def test_the_last_rank_s_file_is_missing(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     for path in (folder, saved(ranks, tmp_path, "sharded", mesh=(3,))):
         (path / "rank2.pt").unlink()
