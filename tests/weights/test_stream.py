@@ -161,10 +161,10 @@ class Ignored(Sink):
 def test_a_rank_that_cannot_read_its_shards_is_reported_on_every_rank() -> None:
     model, rank = MODELS["flat"](1), dist.get_rank()
 
-    def vector(self: Any, name: str, do: Any = SlotTensor.vector) -> Tensor:
+    def vector(self: Any, do: Any = SlotTensor.vector) -> Tensor:
         if rank:
-            raise OSError(f"the disk of {name} has failed")
-        return do(self, name)
+            raise OSError(f"the disk of {self.names[0]} has failed")
+        return do(self)
 
     for sink in (Collected(), Parts()):
         with (
