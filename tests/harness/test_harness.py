@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 
-from tests import conftest
-from tests.helpers.accelerator import ACCELERATOR
 from tests.helpers.parity import RanksTestCase
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
@@ -248,15 +246,6 @@ def test_a_world_has_a_rank(ranks: RankPool) -> None:
         ranks(0)
 
 
-def test_a_skip_on_every_rank_skips_the_test(ranks: RankPool) -> None:
-    with pytest.raises(pytest.skip.Exception, match="not on this machine"):
-        ranks(2).run(_skip)
-
-
-def _skip() -> None:
-    pytest.skip("not on this machine")
-
-
 # Hangs and crashes
 
 
@@ -408,29 +397,3 @@ def _put_handlers_back_and_hang() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.getsignal(number))
     _oversleep()
-
-
-# GPUs
-
-
-@pytest.mark.accelerator
-def test_several_ranks_share_an_accelerator(accelerator_ranks: Any) -> None:
-    assert accelerator_ranks(2).run(_sum_on_gpu) == [1.0, 1.0]
-
-
-@pytest.mark.gpu
-def test_one_rank_per_gpu_over_nccl(accelerator_ranks: Any) -> None:
-    assert accelerator_ranks(1, backend="nccl").run(_sum_on_gpu) == [0.0]
-
-
-def _sum_on_gpu() -> float:
-    total = torch.tensor(float(dist.get_rank()), device=ACCELERATOR)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def test_a_gpu_test_skips_with_a_reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    request.node.add_marker("gpu")
-    with pytest.raises(pytest.skip.Exception, match="needs a CUDA device"):
-        conftest.pytest_runtest_setup(request.node)

@@ -44,18 +44,6 @@ def command_of(folder: Path, files: Mapping[str, str]) -> tuple[list[str], dict[
     return command, os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
 
 
-def test_files_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> None:
-    files = {f"test_{own}.py": MEETING.format(own=own, other=other) for own, other in ("ab", "ba")}
-    report, status = report_of(tmp_path, files, "--sessions=2")
-    assert status == 0, report
-    assert "collected 4 items" in report
-    assert "4 passed" in report
-    for shown in ("test_a.py .. ", "test_b.py .. ", "50%", "100%"):
-        assert shown in report, report  # one line for a file, though both were at work
-    first, second = ((tmp_path / f"{own}.met").read_text() for own in "ab")
-    assert first != second
-
-
 def test_files_that_mostly_wait_have_one_session_more(tmp_path: Path) -> None:
     # A meets b, b meets c and c meets a: three are at work at the same time.
     files = {f"test_{own}.py": MEETING.format(own=own, other=other) for own, other in ("ab", "bc", "ca")}
@@ -93,11 +81,16 @@ def pytest_collection_finish(): forkserver.ensure_running()
 """
 
 
-def test_a_server_of_processes_that_was_started_before_is_that_of_all_sessions(tmp_path: Path) -> None:
+def test_files_run_side_by_side_in_processes_of_their_own_with_one_server(tmp_path: Path) -> None:
     files = {f"test_{own}.py": (MEETING + FORKING).format(own=own, other=other) for own, other in ("ab", "ba")}
     report, status = report_of(tmp_path, files | {"conftest.py": STARTING}, "--sessions=2")
     assert status == 0, report
+    assert "collected 6 items" in report
     assert "6 passed" in report
+    for shown in ("test_a.py ... ", "test_b.py ... ", "50%", "100%"):
+        assert shown in report, report  # one line for a file, though both were at work
+    first, second = ((tmp_path / f"{own}.met").read_text() for own in "ab")
+    assert first != second
     assert (tmp_path / "a.server").read_text() == (tmp_path / "b.server").read_text()
 
 
