@@ -1,6 +1,6 @@
 """Bad input: each mistake is an error that names what was found, where, and what to do, on every rank.
 
-Mistakes with the constructor need no other rank: `Lone` stands for a world of one.
+Mistakes with the constructor need no other rank: they are made in a world of one.
 """
 
 from __future__ import annotations
@@ -22,29 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState, fully_shard
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.calls import summon
+from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import fully_sharded, nested_mlp, sgd_with_momentum
-
-
-class Lone:
-    """All that a process group needs for a world of one."""
-
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+from tests.helpers.parity import Alone, alone, fully_sharded, nested_mlp, sgd_with_momentum
 
 
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def wrap_alone(module: Any, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, Lone(), **options)
 
 
 def step(model: nn.Module) -> None:
@@ -70,7 +54,7 @@ def fake_layers() -> nn.Module:
         return layers()
 
 
-@pytest.mark.parametrize("shard", [wrap_alone, fully_shard], ids=["wrapper", "rows"])
+@pytest.mark.parametrize("shard", [alone, fully_shard], ids=["wrapper", "rows"])
 @pytest.mark.parametrize("make", [fake_layers, layers], ids=["fake", "plain"])
 def test_under_a_mode_of_fake_tensors(shard: Callable[[nn.Module], Any], make: Callable[[], nn.Module]) -> None:
     module = make()
@@ -78,33 +62,33 @@ def test_under_a_mode_of_fake_tensors(shard: Callable[[nn.Module], Any], make: C
         shard(module)
 
 
-@pytest.mark.parametrize("shard", [wrap_alone, fully_shard], ids=["wrapper", "rows"])
+@pytest.mark.parametrize("shard", [alone, fully_shard], ids=["wrapper", "rows"])
 def test_fake_parameters(shard: Callable[[nn.Module], Any]) -> None:
     with pytest.raises(RuntimeError, match=r"this Sequential .* FakeTensorMode, .*fsdp\.plan\(model"):
         shard(fake_layers())
 
 
 def test_a_module_that_is_wrapped_already() -> None:
-    model = wrap_alone(layers())
+    model = alone(layers())
     for again in (model.module, model.module.module):
         with pytest.raises(ValueError, match="is wrapped already, and its wrapper has parameters of its own: wrap"):
-            wrap_alone(again)
+            alone(again)
     step(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+@pytest.mark.parametrize("options", FORMS, ids=str)
 def test_a_module_inside_of_one_that_is_wrapped_already(options: dict[str, Any]) -> None:
     model = nn.Sequential(layers(), nn.Linear(3, 3))
     inner = model[0]
-    wrapped = wrap_alone(model, **options)
+    wrapped = alone(model, **options)
     with pytest.raises(ValueError, match=r"^0 is inside of Sequential, .*Wrap or shard inner modules before"):
-        wrap_alone(inner, **options)
+        alone(inner, **options)
     assert wrapped.module.module[0] is inner
 
 
 def test_parameters_that_somebody_else_flattened() -> None:
     with pytest.raises(ValueError, match="flat"):
-        wrap_alone(nn.Sequential(FlattenParamsWrapper(nn.Linear(5, 3))))
+        alone(nn.Sequential(FlattenParamsWrapper(nn.Linear(5, 3))))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +96,7 @@ def test_parameters_that_somebody_else_flattened() -> None:
 )
 def test_something_that_is_no_module(given: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=f"wraps an nn.Module, got a {kind}"):
-        wrap_alone(given)
+        alone(given)
 
 
 def test_parameters_without_values() -> None:
@@ -121,17 +105,17 @@ def test_parameters_without_values() -> None:
     with pytest.raises(TypeError, match=r"0\.weight is a .*meta parameter.*to_empty"):
         FlattenParamsWrapper(module)
     with pytest.raises(TypeError, match=r"weight is an UninitializedParameter of a lazy module, .* run the model once"):
-        wrap_alone(nn.LazyLinear(3))
+        alone(nn.LazyLinear(3))
 
 
 def test_a_tie_that_wrapping_by_hand_would_cut() -> None:
     inside, outside = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
     outside.weight = inside.weight
-    model = nn.Sequential(wrap_alone(inside), outside)
+    model = nn.Sequential(alone(inside), outside)
     with pytest.raises(ValueError, match=r"1\.weight is the same parameter as weight of Linear.*auto_wrap"):
-        wrap_alone(model)
+        alone(model)
     with pytest.raises(ValueError, match=r"^weight is the same parameter as weight of Linear.*no longer be tied"):
-        wrap_alone(outside)
+        alone(outside)
     assert isinstance(outside.bias, nn.Parameter), "nothing may be taken from a module that is refused"
 
 
@@ -150,22 +134,22 @@ def test_a_tie_that_wrapping_by_hand_would_cut() -> None:
 def test_values_out_of_range(error: type[Exception], message: str, options: dict[str, Any]) -> None:
     module = layers()
     with pytest.raises(error, match=message):
-        wrap_alone(module, **options)
-    step(wrap_alone(module))
+        alone(module, **options)
+    step(alone(module))
 
 
 def test_what_clients_pass_for_the_default_is_taken() -> None:
-    step(wrap_alone(layers(), fp32_reduce_scatter=None, move_grads_to_cpu=False, no_broadcast_optim_state=None))
+    step(alone(layers(), fp32_reduce_scatter=None, move_grads_to_cpu=False, no_broadcast_optim_state=None))
 
 
 def test_an_unknown_option() -> None:
     with pytest.raises(TypeError, match="sharding_strategy"):
-        wrap_alone(layers(), sharding_strategy="FULL_SHARD")
+        alone(layers(), sharding_strategy="FULL_SHARD")
 
 
 def test_a_reduce_scatter_group_of_another_size_is_not_used() -> None:
     with pytest.warns(UserWarning, match="has 2 ranks and process_group 1: .* over process_group instead"):
-        model = FullyShardedDataParallel(layers(), Lone(), Lone(0, 2))
+        model = FullyShardedDataParallel(layers(), Alone(), Alone(2))
     assert model.process_group_reduce_scatter is model.process_group
     step(model)
 
@@ -244,7 +228,7 @@ def test_touching_one_names_it_and_the_way_out() -> None:
 
 
 def test_in_a_world_of_one_the_weight_is_there() -> None:
-    model = wrap_alone(layers())
+    model = alone(layers())
     assert torch.equal(model.module.module[2].weight.detach(), model.state_dict()["2.weight"])
 
 
@@ -317,7 +301,7 @@ def test_a_parameter_with_gradient_hooks() -> None:
     module = layers()
     module[2].weight.register_hook(lambda grad: grad)
     with pytest.raises(ValueError, match=r"2\.weight has gradient hooks.*Remove them before sharding"):
-        wrap_alone(module)
+        alone(module)
 
 
 @on_ranks(3)
@@ -332,7 +316,7 @@ def test_models_that_only_some_ranks_have_do_not_matter() -> None:
     everybody = dist.new_group(timeout=timedelta(seconds=60))
     others = []
     if dist.get_rank() == 0:
-        others += [wrap_alone(layers()), wrap_alone(layers())]
+        others += [alone(layers()), alone(layers())]
     if dist.get_rank() < 2:
         others += [nested_mlp(fully_sharded(process_group=pair))]
     model = nested_mlp(fully_sharded(process_group=everybody))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp.distributed.collectives import DirectExchange
 from fsdp.engine.phase import Phase
 from fsdp.engine.unit import unit_of
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.traffic import gathering
 
 WIDTH = 5
 INPUTS = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
@@ -67,18 +66,10 @@ def step(model: nn.Module) -> Tensor:
     return loss
 
 
-@contextmanager
-def messages() -> Iterator[list[str]]:
-    """The all-gathers of this rank, by the units in them."""
-    seen: list[str] = []
-
-    def all_gather(comm: Any, *args: Any, do: Callable[..., Any] = DirectExchange.all_gather) -> Any:
-        what = args[2].removeprefix("all-gather of ")
-        seen.append(" to ".join(name.split()[0] for name in what.split(" in ")[0].split(" to ")))
-        return do(comm, *args)
-
-    with mock.patch.object(DirectExchange, "all_gather", all_gather):
-        yield seen
+def units_of(message: str) -> str:
+    """The units of an all-gather, without the classes of roots."""
+    what = message.removeprefix("all-gather of ").split(" in ")[0]
+    return " to ".join(name.split()[0] for name in what.split(" to "))
 
 
 def assert_trains_alike(plain: nn.Module, model: nn.Module, steps: int) -> None:
@@ -135,41 +126,41 @@ def test_parameters_that_a_step_has_changed_come_together_again() -> None:
     for _ in range(3):
         step(model)
         optimizer.step()
-    with messages() as seen:
+    with gathering() as seen:
         step(model)
-    assert seen == ["a to d", "c to a"]
+    assert list(map(units_of, seen)) == ["a to d", "c to a"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_small_units_come_in_one_message_once_their_order_is_known(form: str) -> None:
     model = chain("abcdef", FORMS[form]())
-    with messages() as seen:
+    with gathering() as seen:
         step(model)
-        assert seen == [*"abcdef", *"fedcba"]
+        assert list(map(units_of, seen)) == [*"abcdef", *"fedcba"]
         seen.clear()
         step(model)
-    assert seen == ["a to f", "f to a"]
+    assert list(map(units_of, seen)) == ["a to f", "f to a"]
 
 
 @on_ranks(2)
 def test_a_message_ends_at_the_limit_and_large_units_come_alone() -> None:
     model = chain("abcdAef", FORMS["flat"]())
-    with small(2 * LAYER_BYTES), messages() as seen:
+    with small(2 * LAYER_BYTES), gathering() as seen:
         step(model)
         seen.clear()
         with torch.no_grad():
             model(INPUTS)
-    assert seen == ["a to b", "c to d", "A", "e to f"]
+    assert list(map(units_of, seen)) == ["a to b", "c to d", "A", "e to f"]
 
 
 @on_ranks(2)
 def test_a_bucket_of_nothing_gathers_each_unit_by_itself() -> None:
     model = chain("abc", FORMS["flat"](bucket_cap_mb=0))
     step(model)
-    with messages() as seen, torch.no_grad():
+    with gathering() as seen, torch.no_grad():
         model(INPUTS)
-    assert seen == [*"abc"]
+    assert list(map(units_of, seen)) == [*"abc"]
 
 
 @on_ranks(2)
@@ -182,9 +173,9 @@ def test_units_of_other_dtypes_come_in_messages_of_their_own() -> None:
         model.get_submodule(name).register_forward_pre_hook(_like_the_weights)
     wrapped = FORMS["flat"]()(model)
     step(wrapped)
-    with messages() as seen, torch.no_grad():
+    with gathering() as seen, torch.no_grad():
         wrapped(INPUTS)
-    assert sorted(seen) == ["a to c", "b to d"]
+    assert sorted(map(units_of, seen)) == ["a to c", "b to d"]
 
 
 def _like_the_weights(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

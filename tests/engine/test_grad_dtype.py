@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, OwnedOptimizer, fully_shard
 from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.dtypes import BRAIN, DOUBLE, SINGLE
-from tests.helpers.forms import FORMS, sharded
+from tests.helpers.equality import assert_same_state
+from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.on_ranks import on_ranks
 
@@ -175,9 +176,7 @@ def test_a_step_is_as_of_the_plain_model(form: str) -> None:
             optimizer.zero_grad()
             backward(each, gradient)
             optimizer.step()
-    expected = plain.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(full_tensor(value), expected[name])
+    assert_same_state(full_state(model), plain.state_dict())
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -22,6 +22,7 @@ from tests.helpers.hybrid import (
     mesh_of,
 )
 from tests.helpers.models import Net, Wrap, nested_mlp, tiny_transformer
+from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
@@ -37,9 +38,6 @@ from tests.helpers.parity import (
 from tests.helpers.ranks import RankPool
 
 SHAPES = [(2, 2), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4)]
-FLAT: dict[str, Any] = {}
-ORIGINAL: dict[str, Any] = {"use_orig_params": True}
-UNFLATTENED: dict[str, Any] = {"flatten_parameters": False}
 NAMES = [None, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 
@@ -48,7 +46,7 @@ NAMES = [None, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZER
     shape=SHAPES,
     how=["mesh", "pair", "machine"],
     strategy=NAMES,
-    form=[FLAT, ORIGINAL, UNFLATTENED],
+    form=FORMS,
     bucket_cap_mb=[25, 0],
     accumulate=[1, 2],
     clip=[None, 0.1],

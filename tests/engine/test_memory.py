@@ -28,7 +28,6 @@ from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adam, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 
 FLOAT = 4  # bytes
 
@@ -222,20 +221,10 @@ def unit_bytes(model: FullyShardedDataParallel) -> tuple[int, list[int]]:
     disable_reshard_on_root=[True, False],
     bucket_cap_mb=[0, 25],
 )
-def test_at_most_two_units_or_small_ones_are_whole_beside_the_root(
-    ranks: RankPool, world_size: int, case: Case
-) -> None:
-    ranks(world_size).run(
-        _watch_a_tower,
-        case.recompute,
-        flatten_parameters=case.flatten_parameters,
-        disable_reshard_on_root=case.disable_reshard_on_root,
-        bucket_cap_mb=case.bucket_cap_mb,
-    )
-
-
-def _watch_a_tower(recompute: bool | None, **options: Any) -> None:
-    model = tower(fully_sharded(**options), recompute)
+@on_ranks("world_size")
+def test_at_most_two_units_or_small_ones_are_whole_beside_the_root(case: Case) -> None:
+    options = case.only("flatten_parameters", "disable_reshard_on_root", "bucket_cap_mb")
+    model = tower(fully_sharded(**options), case.recompute)
     root, units = unit_bytes(model)
     neighbours = max(one + other for one, other in pairwise(units))
     per_unit = max(len(wrapper._unit.handles) for wrapper in get_fsdp_instances(model))

@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.dtensor import full_tensor
+from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adam
 
-HOWS: list[dict[str, Any] | None] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, None]
+HOWS: list[dict[str, Any] | None] = [*FORMS, None]
 
 
 class Again(nn.Module):

@@ -20,6 +20,7 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances, use_torch_collectives
 from fsdp.distributed.collectives import DirectExchange
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import every_pair, parametrize_pairs
@@ -229,8 +230,7 @@ def test_whole_parameters_can_be_read_in_between() -> None:
     expected = [2 * grad for grad in gradients(model)]
     model.zero_grad()
     backward(model, sync=False)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert_same_state(model.state_dict(), before)
     with model.summon_full_params():
         assert len(list(model.parameters())) == len(before)
     backward(model)

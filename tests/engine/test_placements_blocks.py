@@ -15,19 +15,13 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel, Placements, ShardingStrategy, fully_shard
 from tests.helpers.equality import assert_same_state
+from tests.helpers.forms import WRAPPERS
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.quantised import Rows8, quantised
-from tests.helpers.ranks import RankPool
-
-WRAPPERS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "orig": {"use_orig_params": True},
-    "single": {"flatten_parameters": False},
-}
 
 
 def in_blocks(numel: int, strategy: str = "FULL_SHARD") -> Placements:
@@ -41,14 +35,10 @@ def in_blocks(numel: int, strategy: str = "FULL_SHARD") -> Placements:
     form=[*WRAPPERS],
     numel=[3, 16, 1000],
 )
-def test_a_model_in_blocks_trains_as_one_process_does(
-    ranks: RankPool, strategy: str, world_size: int, form: str, numel: int
-) -> None:
-    ranks(world_size).run(_train, {"placements": in_blocks(numel, strategy), **WRAPPERS[form]})
-
-
-def _train(options: dict[str, Any]) -> None:
-    assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**options), steps=2, clip=0.1)
+@on_ranks("world_size")
+def test_a_model_in_blocks_trains_as_one_process_does(strategy: str, form: str, numel: int) -> None:
+    wrap = fully_sharded(placements=in_blocks(numel, strategy), **WRAPPERS[form])
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, steps=2, clip=0.1)
 
 
 @on_ranks(4)

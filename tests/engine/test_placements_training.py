@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,21 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp import DataParallelMeshDims, Placed, Placement, Placements, ShardingStrategy, reduce_gradients
 from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.equality import assert_close
-from tests.helpers.forms import FORMS, Beside, batch, inside
+from tests.helpers.forms import FORMS, WRAPPERS, Beside, batch, inside
 from tests.helpers.hybrid import group_option, mesh_of
 from tests.helpers.models import nested_mlp, scaled_layers
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
 ZERO_1, ZERO_2 = ShardingStrategy.SHARD_OPTIM, ShardingStrategy.SHARD_OPTIM_GRADS
 HFSDP = ShardingStrategy.HYBRID_SHARD_OPTIM
-
-WRAPPERS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "orig": {"use_orig_params": True},
-    "single": {"flatten_parameters": False},
-}
 
 SHARDED = Placed(Placement.SHARDED, Placement.REPLICATED)
 UNREDUCED = Placed(Placement.PARTIAL, Placement.PARTIAL)
@@ -82,15 +78,11 @@ def _train(options: dict[str, Any], accumulate: int, no_sync: bool, clip: float 
     clip=[None, 0.1],
     bucket_cap_mb=[25, 0],
 )
-def test_optimizer_state_over_replicas_trains_as_one_process_does(ranks: RankPool, case: Case) -> None:
+@on_ranks(lambda case: prod(case.shape))
+def test_optimizer_state_over_replicas_trains_as_one_process_does(case: Case) -> None:
+    group = group_option(case.how, *case.shape)
     options = {"sharding_strategy": HFSDP, "bucket_cap_mb": case.bucket_cap_mb, **WRAPPERS[case.form]}
-    ranks(case.shape[0] * case.shape[1]).run(
-        _train_hybrid, case.shape, case.how, options, case.accumulate, case.no_sync, case.clip
-    )
-
-
-def _train_hybrid(shape: tuple[int, int], how: str, options: dict[str, Any], *training: Any) -> None:
-    _train({"process_group": group_option(how, *shape), **options}, *training)
+    _train({"process_group": group, **options}, case.accumulate, case.no_sync, case.clip)
 
 
 @parametrize_pairs(form=[*WRAPPERS], accumulate=[1, 2])
@@ -217,9 +209,7 @@ def _do_between(form: str, options: dict[str, Any], shape: tuple[int, int] | Non
         both.step(learn, 10 * number + 1)  # after another backward
         both.backward(learn, 10 * number + 2)
         act(both)
-        for optimizer in both.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        both.optimize()
         try:
             both.assert_equal()
         except AssertionError as error:
@@ -247,11 +237,8 @@ DEFERRED = [OTHERS["sharded parameters, deferred gradients"], SUMMED_AT_THE_STEP
 
 
 @parametrize_pairs(value=DEFERRED, form=FORMS)
-def test_layers_of_some_ranks_where_the_reduction_is_deferred(ranks: RankPool, value: Placements, form: str) -> None:
-    ranks(4).run(_train_routed, value, form)
-
-
-def _train_routed(value: Placements, form: str) -> None:
+@on_ranks(4)
+def test_layers_of_some_ranks_where_the_reduction_is_deferred(value: Placements, form: str) -> None:
     both = Beside(Routed, form)
     mesh = {"mesh" if form == "rows" else "process_group": mesh_of(2, 2)}
     both.start(placements=value, **mesh)

@@ -24,12 +24,14 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, full
 from fsdp.distributed import passes
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.calls import infer
+from tests.helpers.equality import assert_same_state
 from tests.helpers.forms import full_state
 from tests.helpers.models import Net, Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import gathering
 from tests.helpers.twins import (
     OPTIONS,
     STEPS,
@@ -421,10 +423,12 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]  # fused ones write behind the back of torch's version counters
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
-@on_ranks(2)
-def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(kind: dict[str, Any]) -> None:
-    model, plain = nested_mlp(fully_sharded()).double(), nested_mlp(keep).double()
+@parametrize_pairs(at_most=6, kind=OPTIMIZERS, options=[{}, {"use_orig_params": True}], world_size=[2, 1])
+@on_ranks("world_size")
+def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(
+    kind: dict[str, Any], options: dict[str, Any]
+) -> None:
+    model, plain = nested_mlp(fully_sharded(**options)).double(), nested_mlp(keep).double()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, **kind) for each in (model, plain)]
     for number in range(3):
         for each, optimizer in zip((model, plain), optimizers, strict=True):
@@ -639,9 +643,7 @@ def test_a_world_of_one_needs_no_process_group(options: dict[str, Any]) -> None:
     assert sharded.world_size == 1
     assert sharded.children_share_process_group
     assert not dist.is_initialized()
-    sharded_state = sharded.state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(sharded_state[name], value), name
+    assert_same_state(sharded.state_dict(), plain.state_dict())
     assert float(sharded.clip_grad_norm_(1.0)) > 0
 
 
@@ -675,14 +677,7 @@ def test_a_unit_s_own_all_gather_goes_before_that_of_the_next_one() -> None:
     model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Linear(5, 5), wrap(nn.Linear(5, 5))))
     for _ in range(2):  # then the order is known
         model(torch.ones(2, 5)).sum().backward()
-    exchange, started = model._unit.comm, []
-    gather = type(exchange).all_gather
-
-    def watched(comm: Any, full: Tensor, shard: Tensor, what: str, tag: Any) -> Any:
-        started.append(what)
-        return gather(comm, full, shard, what, tag)
-
-    with mock.patch.object(type(exchange), "all_gather", watched):
+    with gathering() as started:
         model(torch.ones(2, 5))
     units = [each._unit for each in (model, model[0], model[2])]
     assert started == [f"all-gather of {unit.handles[0].name} in forward" for unit in units]

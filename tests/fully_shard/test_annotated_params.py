@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.functional import linear
 
 import fsdp
+from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.ranks import RankPool
 
 spmd = pytest.importorskip("spmd_types")
 typecheck = pytest.importorskip("spmd_types.checker").typecheck
@@ -145,7 +146,7 @@ def train(model: nn.Module, optimizer: Any, step: int, *, data_rank: int = 0, da
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     optimizer.step()
     optimizer.zero_grad()
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return full_tensor(norm)
 
 
 def assert_weights_of(plain: nn.Module, model: nn.Module) -> None:
@@ -166,12 +167,9 @@ MESHES = {
 
 
 @pytest.mark.parametrize("case", MESHES)
-def test_trains_as_the_unsharded_model(ranks: RankPool, case: str, tmp_path: Path) -> None:
-    names, shape, dims = MESHES[case]
-    ranks(torch.Size(shape).numel()).run(_train, names, shape, dims, str(tmp_path / "checkpoint"))
-
-
-def _train(names: tuple[str, ...], shape: tuple[int, ...], dims: Any, path: str) -> None:
+@on_ranks(lambda case: prod(MESHES[case][1]))
+def test_trains_as_the_unsharded_model(case: str, tmp_path: Path) -> None:
+    (names, shape, dims), path = MESHES[case], tmp_path / "checkpoint"
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     data = [name for name in names if name != "tp"]
     data_mesh = mesh[data[0]] if len(data) == 1 else mesh[tuple(data)]._flatten("all_data")
@@ -308,11 +306,9 @@ FAULTS: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_an_annotation_that_has_no_shards_is_an_error(ranks: RankPool, case: str) -> None:
-    ranks(2).run(_expect, *FAULTS[case])
-
-
-def _expect(types: dict[str, Any], dims: Any, message: str) -> None:
+@on_ranks(2)
+def test_an_annotation_that_has_no_shards_is_an_error(case: str) -> None:
+    types, dims, message = FAULTS[case]
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = annotated(mesh, types)
     with pytest.raises(ValueError, match=message):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp
 from fsdp.testing import World, WorldError
 from tests.helpers.dtensor_twins import (
+    assert_states_within,
     assert_trains_as_plain,
     assert_within,
     local,
@@ -28,9 +29,9 @@ from tests.helpers.dtensor_twins import (
     seeded,
     torchs,
     uneven,
-    wholes,
 )
-from tests.helpers.equality import assert_same
+from tests.helpers.equality import assert_same, assert_same_state
+from tests.helpers.forms import full_state
 from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import adamw, sgd_with_momentum
@@ -81,8 +82,7 @@ def test_one_unit_may_have_parameters_of_two_dtypes() -> None:
         optimizer = sgd_with_momentum(each.parameters())
         once(each, INPUTS)
         optimizer.step()
-    for name, value in plain.state_dict().items():
-        assert_within(name, wholes(model)[name], value, 1e-6)
+    assert_states_within(full_state(model), plain.state_dict(), 1e-6)
     with pytest.raises(AssertionError, match=r"uniform original parameter dtype"):
         once(seeded(two_dtypes, torchs()), INPUTS)
 
@@ -145,8 +145,7 @@ def test_convolutions_may_be_cut_along_the_dimensions_of_their_kernels(ranks: Ra
 def test_load_state_dict_takes_whole_tensors() -> None:
     model, other = uneven(ours()), uneven(seed=1).state_dict()
     model.load_state_dict(other)
-    for name, value in other.items():
-        assert_same(wholes(model)[name], value, name)
+    assert_same_state(full_state(model), other)
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         uneven(torchs()).load_state_dict(other)
 
@@ -254,7 +253,7 @@ def test_ranks_with_different_seeds_hear_of_it() -> None:
 def test_different_seeds_are_glued_together_by_torchs() -> None:
     model = uneven(torchs(), seed=dist.get_rank())
     model(INPUTS)
-    weight = wholes(model)["entry.weight"]
+    weight = full_state(model)["entry.weight"]
     for row, seed in ((0, 0), (-1, 1)):
         assert torch.equal(weight[row], uneven(seed=seed).get_parameter("entry.weight")[row])
 
@@ -302,11 +301,10 @@ def test_an_optimizer_made_before_sharding_says_so_at_its_step() -> None:
     module = nn.Linear(5, 3)
     optimizer = adamw(module.parameters())
     model = torchs()(module)  # of which it steps nothing
-    before = wholes(model)
+    before = full_state(model)
     once(model, INPUTS)
     optimizer.step()
-    for name, value in before.items():
-        assert_same(wholes(model)[name], value, name)
+    assert_same_state(full_state(model), before)
 
 
 @on_ranks(2)
@@ -322,12 +320,11 @@ def test_a_step_with_unreduced_gradients_is_an_error() -> None:
 @on_ranks(2)
 def test_unreduced_gradients_are_left_out_by_torchs() -> None:
     model: Any = uneven(torchs())
-    optimizer, before = adamw(model.parameters()), wholes(model)
+    optimizer, before = adamw(model.parameters()), full_state(model)
     model.set_requires_gradient_sync(False)
     once(model, INPUTS)
     optimizer.step()
-    for name, value in before.items():
-        assert_same(wholes(model)[name], value, name)
+    assert_same_state(full_state(model), before)
 
 
 def without_values(wrap: Wrap) -> Any:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdp
+from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.offload import Far
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -40,10 +41,6 @@ def _own(batch: Tensor) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _whole(param: Tensor) -> Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param
-
-
 @parametrize_pairs(where=["replicate", "replicate_with_fsdp"], is_inside=[True, False])
 @on_ranks(2)
 def test_replicated_and_sharded_modules_train_as_one_model(where: str, is_inside: bool) -> None:
@@ -64,7 +61,7 @@ def test_replicated_and_sharded_modules_train_as_one_model(where: str, is_inside
     sharded = [isinstance(param, DTensor) and param.placements[0].is_shard() for param in model.parameters()]
     assert sharded == [number in (2, 3) if is_inside else number not in (2, 3) for number in range(6)]
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(_whole(param), expected, **TOLERANCE)
+        torch.testing.assert_close(full_tensor(param), expected, **TOLERANCE)
 
 
 @every_replicate

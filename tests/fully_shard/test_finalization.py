@@ -13,7 +13,6 @@ import fsdp
 from tests.helpers.dtensor_twins import uneven
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 
 def sharded() -> Any:
@@ -45,13 +44,8 @@ def accumulate(model: Any, numbers: range) -> None:
 
 
 @parametrize_pairs(world_size=[1, 2, 3], async_op=[True, False], reshards=[True, False])
-def test_gradients_that_have_accumulated_are_reduced(
-    ranks: RankPool, world_size: int, async_op: bool, reshards: bool
-) -> None:
-    ranks(world_size).run(_finalize, async_op, reshards)
-
-
-def _finalize(async_op: bool, reshards: bool) -> None:
+@on_ranks("world_size")
+def test_gradients_that_have_accumulated_are_reduced(async_op: bool, reshards: bool) -> None:
     model = sharded()
     for _ in range(2):
         model.set_manual_backward_finalization(True)

@@ -17,8 +17,9 @@ import fsdp
 from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.unit import unit_of
 from fsdp.layers.host_copy import HostCopy
-from tests.helpers.dtensor_twins import adamw_one_by_one, assert_at_rest, whole
+from tests.helpers.dtensor_twins import adamw_one_by_one, assert_at_rest
 from tests.helpers.equality import assert_close_state
+from tests.helpers.forms import full_state
 from tests.helpers.on_ranks import on_ranks
 
 VOCABULARY = 13  # which two ranks do not divide
@@ -70,10 +71,6 @@ def _sharded(names: list[str], fully_shard: Callable[..., Any] = fsdp.fully_shar
     return model
 
 
-def _full(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(value) for name, value in model.state_dict().items()}
-
-
 UNITS = {"one unit": [], "units of their own": ["embedding", "body", "head"], "the head's unit": ["head"]}
 
 
@@ -86,7 +83,7 @@ def test_it_is_trained_as_one(units: str) -> None:
     _train(model, _own())
     assert model.head.weight is model.embedding.weight
     assert_at_rest(model)
-    assert_close_state(_full(model), _trained_plain(), 1e-10)
+    assert_close_state(full_state(model), _trained_plain(), 1e-10)
 
 
 @on_ranks(2)
@@ -98,7 +95,7 @@ def test_both_may_be_given_a_new_value() -> None:
         listed.zero_()
     model.embedding.weight = nn.Parameter(placed)
     _train(model.tie(), _own())
-    assert_close_state(_full(model), _trained_plain(), 1e-10)
+    assert_close_state(full_state(model), _trained_plain(), 1e-10)
 
 
 @pytest.mark.parametrize("units", UNITS)
@@ -111,11 +108,11 @@ def test_values_may_come_after_the_tie(tmp_path: Path, units: str) -> None:
     empty.to_empty(device="cpu")
     empty.load_state_dict(start)
     _train(empty, _own())
-    assert_close_state(_full(empty), expected, 1e-10)
+    assert_close_state(full_state(empty), expected, 1e-10)
     fsdp.save(tmp_path, empty)
     again = _sharded(names).tie()
     fsdp.load(tmp_path, again)
-    assert_close_state(_full(again), expected, 1e-10)
+    assert_close_state(full_state(again), expected, 1e-10)
 
 
 @on_ranks(2)
@@ -123,7 +120,7 @@ def test_torchs_trains_them_wrongly() -> None:
     """Remove the row from docs/fully_shard.md when it does not any more."""
     model = _sharded([], torchs_fully_shard).tie()
     _train(model, _own())
-    assert max((_full(model)[name] - value).abs().max() for name, value in _trained_plain().items()) > 1e-5
+    assert max((full_state(model)[name] - value).abs().max() for name, value in _trained_plain().items()) > 1e-5
 
 
 @on_ranks(2)
@@ -162,4 +159,4 @@ def test_what_it_is_split_from_goes_on_being_kept_in_the_same_way(reshards: Any)
     assert unit is not None
     assert len(unit.handles) == 2
     assert {type(handle.kept_shard) for handle in unit.handles} == {HostCopy if reshards == "host" else KeptShard}
-    assert_close_state(_full(model), _trained_plain(), 1e-10)
+    assert_close_state(full_state(model), _trained_plain(), 1e-10)

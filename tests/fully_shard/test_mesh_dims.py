@@ -27,8 +27,8 @@ from tests.helpers.dtensor_twins import (
     spread_of,
     torchs,
     whole,
-    wholes,
 )
+from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import REGRESSION
@@ -218,7 +218,7 @@ def test_states(tmp_path: Path) -> None:
         else:
             fsdp.save(tmp_path / case, mine)
             fsdp.load(tmp_path / case, target)
-        for name, value in wholes(target).items():
+        for name, value in full_state(target).items():
             assert_within(f"{name} by {way}", value, expected[name])
         copied = copy.deepcopy(mine)
         for model in (mine, copied):

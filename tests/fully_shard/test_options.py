@@ -16,16 +16,16 @@ from torch.distributed.tensor import Shard
 import fsdp
 from tests.helpers.dtensor_twins import (
     Plan,
-    Uneven,
     adamw_at_once,
     assert_side_by_side,
     last_dim_if_even,
     mesh_of,
     ours,
+    partly_frozen,
     seeded,
     uneven,
 )
-from tests.helpers.models import Block, Net, Wrap, keep, tiny_transformer
+from tests.helpers.models import Block, Net, Wrap, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import TOKENS
@@ -168,35 +168,13 @@ def test_activation_checkpointing(ranks: RankPool, case: Case) -> None:
 )
 @on_ranks(2)
 def test_frozen_parameters_thawed_later(frozen: tuple[str, ...], options: dict[str, Any]) -> None:
-    compare({"make_model": partial(_frozen_mlp, frozen)}, options, steps=3, before_step=partial(_thaw, frozen))
-
-
-def _frozen_mlp(frozen: tuple[str, ...], wrap: Wrap) -> nn.Module:
-    # Frozen where it is whole, before it is wrapped: both kinds of unit must find it so.
-    def build(inner: Wrap) -> nn.Module:
-        model = Uneven(keep)
-        for name in frozen:
-            model.get_submodule(name).requires_grad_(False)
-        for name in ("trunk.2", "trunk", "gate"):
-            inner(model.get_submodule(name))
-        return model
-
-    return seeded(build, wrap)
+    compare({"make_model": partial(partly_frozen, frozen)}, options, steps=3, before_step=partial(_thaw, frozen))
 
 
 def _thaw(frozen: tuple[str, ...], model: Any, step: int) -> None:
     if step == 1:
         for name in frozen:
             model.get_submodule(name).requires_grad_(True)
-
-
-def test_parameters_frozen_in_the_middle(ranks: RankPool) -> None:
-    ranks(2).run(compare, {"make_model": uneven}, {}, steps=3, before_step=_freeze)
-
-
-def _freeze(model: Any, step: int) -> None:
-    if step == 1:
-        model.trunk.requires_grad_(False)
 
 
 # Meshes of modules inside

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tests.helpers.extended_tensors import InEight, InHalf, Pair, SentPair, Told
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import gathering
 
 KINDS = [Pair, SentPair, ToldPair]
 # Adam amplifies the rounding of small gradients, which depends on the processor, the more the smaller `eps` is.
@@ -90,11 +90,17 @@ def test_pairs_train_as_the_unsharded_model(
     assert all(type(local(param)) is kind for param in model.parameters())
 
 
+def assert_trains_alike(model: nn.Module, plain: nn.Module, optimizer: str = "adam", tolerance: float = 1e-5) -> None:
+    """Collective. Losses of two steps."""
+    world_size = dist.get_world_size()
+    found = [train(each, OPTIMIZERS[optimizer](each.parameters()), world_size, range(2)) for each in (model, plain)]
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance / 10, check_dtype=False)
+
+
 @on_ranks(4)
 def test_pairs_with_replicas() -> None:
     plain, model = pairs(kind=SentPair), pairs(ours(mesh=(2, 2)), kind=SentPair)
-    found = [train(each, OPTIMIZERS["momentum"](each.parameters()), 4, range(2)) for each in (model, plain)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_trains_alike(model, plain, "momentum")
     assert_same(model, plain)
 
 
@@ -106,10 +112,8 @@ def _columns(param: nn.Parameter) -> Any:
 
 @on_ranks(3)
 def test_pairs_along_another_dimension() -> None:
-    world_size = dist.get_world_size()
     plain, model = pairs(), pairs(ours(shard_placement_fn=_columns))
-    found = [train(each, OPTIMIZERS["adam"](each.parameters()), world_size, range(2)) for each in (model, plain)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_trains_alike(model, plain)
     assert_same(model, plain)
 
 
@@ -120,14 +124,7 @@ def test_the_tensors_of_a_unit_are_gathered_together(make_model: Any) -> None:
     inputs = torch.ones(2, 6 if make_model is pairs else 5)
     model(inputs).sum().backward()
     of_classes = [one for one in handles(model) if any(each is not None for each in one.flat_param.examples)]
-    exchange, started = type(of_classes[0].comm), list[str]()
-    gather = exchange.all_gather
-
-    def watched(comm: Any, full: Tensor, shard: Tensor, what: str, tag: Any) -> Any:
-        started.append(what)
-        return gather(comm, full, shard, what, tag)
-
-    with mock.patch.object(exchange, "all_gather", watched), torch.no_grad():
+    with gathering() as started, torch.no_grad():
         model(inputs)
     units = 3 if make_model is pairs else 2
     assert len(of_classes) == units
@@ -278,8 +275,7 @@ def test_tied_pairs(is_late: bool) -> None:
     fully_shard(model)
     if is_late:
         model[1][0].weight = model[0][0].weight
-    found = [train(each, OPTIMIZERS["adam"](each.parameters()), 2, range(2)) for each in (model, plain)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_trains_alike(model, plain)
 
 
 OPTIONS: list[tuple[int, dict[str, Any]]] = [
@@ -290,13 +286,12 @@ OPTIONS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("world_size", "options"), OPTIONS, ids=["neighbours", "offload"])
 @on_ranks("world_size")
-def test_pairs_with_options(world_size: int, options: dict[str, Any]) -> None:
+def test_pairs_with_options(options: dict[str, Any]) -> None:
     plain, model = pairs(seed=3), pairs(ours(**options))
     model.load_state_dict(plain.state_dict())
     with torch.inference_mode():
         model(batch(0, 0))
-    found = [train(each, OPTIMIZERS["momentum"](each.parameters()), world_size, range(2)) for each in (model, plain)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_trains_alike(model, plain, "momentum")
     assert_same(model, plain)
 
 

@@ -21,7 +21,7 @@ from fsdp.engine.unit import unit_of
 from tests.helpers.dtensor_twins import (
     ROUNDING,
     assert_at_rest,
-    assert_within,
+    assert_states_within,
     handles,
     is_whole,
     local,
@@ -80,9 +80,7 @@ def assert_alike(make: Callable[[Wrap], nn.Module], steps: Steps, **options: Any
     with Counting(traffic):
         found = steps(make(ours(**options)))
     assert traffic.values <= most.values
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert_within(name, found[name], value, tolerance)
+    assert_states_within(found, expected, tolerance)
 
 
 # How far gradients go
@@ -152,8 +150,7 @@ def test_gradients_that_replicas_are_missing_from_cannot_be_stepped() -> None:
     found = gradients(model)
     model.zero_grad()
     backward(model, 1)
-    for name, value in gradients(model).items():
-        assert_within(name, found[name], value)
+    assert_states_within(found, gradients(model))
 
 
 class OnlyFirst(nn.Sequential):
@@ -343,9 +340,7 @@ class Failing(nn.Linear):
 
 
 def failing(wrap: Wrap) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return wrap(nn.Sequential(wrap(nn.Linear(5, 4)), wrap(Failing(4, 2))))
+    return seeded(lambda wrap: nn.Sequential(wrap(nn.Linear(5, 4)), wrap(Failing(4, 2))), wrap)
 
 
 @pytest.mark.skipif(not hasattr(TorchsModule, "reset_iter_state"), reason="torch 2.11 cannot")
@@ -380,8 +375,7 @@ def test_what_has_accumulated_is_forgotten_with_a_failed_step() -> None:
             model.set_requires_gradient_sync(True)
         backward(model, 1)
         found.append(gradients(model))
-    for name, value in found[1].items():
-        assert_within(name, found[0][name], value)
+    assert_states_within(*found)
 
 
 # Collectives of the user's own
@@ -389,9 +383,8 @@ def test_what_has_accumulated_is_forgotten_with_a_failed_step() -> None:
 
 def even(wrap: Wrap) -> nn.Module:
     """Of parts that two ranks divide alike in ours and torch's."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return wrap(nn.Sequential(wrap(nn.Linear(5, 8, bias=False)), wrap(nn.Linear(8, 2, bias=False))))
+    layers = [(5, 8), (8, 2)]
+    return seeded(lambda wrap: nn.Sequential(*(wrap(nn.Linear(*each, bias=False)) for each in layers)), wrap)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

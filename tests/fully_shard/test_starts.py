@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp
-from tests.helpers.dtensor_twins import assert_within, local, ours, seeded, uneven, wholes
-from tests.helpers.equality import assert_same
+from tests.helpers.dtensor_twins import assert_states_within, local, ours, seeded, uneven
+from tests.helpers.equality import assert_same, assert_same_state
+from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -46,11 +47,11 @@ def on_meta(**options: Any) -> Any:
 
 def assert_trains(model: Any) -> None:
     optimizer = adamw(model.parameters())
-    before = wholes(model)
+    before = full_state(model)
     once(model, INPUTS)
     optimizer.step()
-    assert all(torch.isfinite(value).all() for value in wholes(model).values())
-    assert not torch.equal(wholes(model)["entry.weight"], before["entry.weight"])
+    assert all(torch.isfinite(value).all() for value in full_state(model).values())
+    assert not torch.equal(full_state(model)["entry.weight"], before["entry.weight"])
 
 
 # Without values
@@ -162,7 +163,7 @@ def by_reset_of_inner_modules_first(model: Any, folder: Path) -> None:
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
             torch.nn.init.constant_(module.bias, 2.0)
-    assert all(param.eq(2).all() for name, param in wholes(model).items() if name.endswith("bias"))
+    assert all(param.eq(2).all() for name, param in full_state(model).items() if name.endswith("bias"))
 
 
 def by_materialize(model: Any, folder: Path) -> None:
@@ -211,21 +212,19 @@ def test_values_come_after_sharding(start: Any, tmp_path: Path) -> None:
     start(model, tmp_path)
     assert {param.device.type for param in model.parameters()} == {"cpu"}
     if start in (by_whole_state, by_assigned_state, by_assigned_dtensors, by_checkpoint):
-        for name, value in seeded(Net).state_dict().items():
-            assert_same(wholes(model)[name], value, name)
+        assert_same_state(full_state(model), seeded(Net).state_dict())
     assert_trains(model)
 
 
 def test_materialize_draws_the_same_values_at_every_world_size(ranks: RankPool) -> None:
     one, three = (ranks(size).run(_materialized)[0] for size in (1, 3))
-    for name, value in one.items():
-        assert_same(three[name], value, name)
+    assert_same_state(three, one)
 
 
 def _materialized() -> dict[str, Tensor]:
     model = on_meta()
     fsdp.materialize(model, seed=3)
-    return wholes(model)
+    return full_state(model)
 
 
 # Copies
@@ -240,19 +239,17 @@ def test_a_deep_copy_is_independent(options: dict[str, Any]) -> None:
     once(model, INPUTS)
     copied: Any = copy.deepcopy(model)
     assert type(copied) is type(model)
-    before = wholes(model)
+    before = full_state(model)
     for name, param in copied.named_parameters():
         original = model.get_parameter(name)
         assert isinstance(param, DTensor)
         assert local(param).numel() == 0 or local(param).data_ptr() != local(original).data_ptr()
         assert param.grad is None  # as in copies of plain modules
     assert_trains(copied)
-    for name, value in before.items():
-        assert_same(wholes(model)[name], value, name)
+    assert_same_state(full_state(model), before)
     model.zero_grad()
     assert_trains(model)
-    for name, value in wholes(model).items():
-        assert_same(wholes(copied)[name], value, name)
+    assert_same_state(full_state(copied), full_state(model))
 
 
 @on_ranks(2)
@@ -308,8 +305,7 @@ def test_a_model_can_be_cast(cast: Callable[[nn.Module], nn.Module], is_used: bo
         optimizer = adamw(each.parameters())
         each(INPUTS.to(dtype)).sin().mean().backward()
         optimizer.step()
-    for name, value in plain.state_dict().items():
-        assert_within(name, wholes(model)[name], value, 1e-2 if dtype is torch.bfloat16 else 1e-12)
+    assert_states_within(full_state(model), plain.state_dict(), 1e-2 if dtype is torch.bfloat16 else 1e-12)
 
 
 @on_ranks(2)

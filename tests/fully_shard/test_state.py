@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
-from tests.helpers.dtensor_twins import assert_within, conv_net, local, ours, torchs, uneven, whole, wholes
+from tests.helpers.dtensor_twins import assert_states_within, conv_net, local, ours, torchs, uneven, whole
 from tests.helpers.equality import assert_same_state
+from tests.helpers.forms import full_state
 from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -55,17 +56,11 @@ def fresh(wrap: Wrap) -> tuple[Any, torch.optim.Optimizer]:
     return model, adamw(model.parameters())
 
 
-def assert_states_within(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert_within(name, found[name], value, tolerance)
-
-
 def assert_goes_on_alike(one: tuple[Any, Any], other: tuple[Any, Any], tolerance: float | None = None) -> None:
     """Collective. Further steps leave the same state."""
     for model, optimizer in (one, other):
         go_on(model, optimizer)
-    assert_states_within(wholes(one[0]), wholes(other[0]), tolerance)
+    assert_states_within(full_state(one[0]), full_state(other[0]), tolerance)
 
 
 # state_dict
@@ -82,7 +77,7 @@ def test_state_dicts_have_plain_names_and_dtensors() -> None:
         assert isinstance(value, DTensor) is (name in params), name
         assert value.shape == expected[name].shape
         assert name not in params or local(value).data_ptr() == local(params[name]).data_ptr()
-    assert_same_state(wholes(model), expected)
+    assert_same_state(full_state(model), expected)
 
 
 @parametrize_pairs(world_size=[1, 2], assign=[False, True], form=["dtensors", "whole", "whole_float64"])
@@ -94,19 +89,19 @@ def test_loading_a_state_dict(ranks: RankPool, form: str, assign: bool, world_si
 
 def _load(form: str, assign: bool) -> None:
     source, _ = trained(ours())
-    state = source.state_dict() if form == "dtensors" else wholes(source)
+    state = source.state_dict() if form == "dtensors" else full_state(source)
     if form == "whole_float64":
         state = {name: value.double() for name, value in state.items()}
     model, optimizer = fresh(ours())
     result = model.load_state_dict(state, assign=assign)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert_same_state(wholes(model), wholes(source))
-    before = wholes(source)
+    assert_same_state(full_state(model), full_state(source))
+    before = full_state(source)
     go_on(model, optimizer)
     go_on(model, adamw(model.parameters()))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert any(not torch.equal(value, before[name]) for name, value in wholes(model).items())
-    assert_same_state(wholes(source), before)
+    assert any(not torch.equal(value, before[name]) for name, value in full_state(model).items())
+    assert_same_state(full_state(source), before)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -130,7 +125,7 @@ def test_optimizers_find_what_was_assigned(device: str) -> None:
 
 @on_ranks(2)
 def test_optimizers_find_what_was_assigned_after_a_backward_that_failed() -> None:
-    model, value = uneven(ours()), nn.Parameter(torch.full_like(wholes(uneven(ours()))["gate.weight"], 0.5))
+    model, value = uneven(ours()), nn.Parameter(torch.full_like(full_state(uneven(ours()))["gate.weight"], 0.5))
 
     def fail(_: Tensor) -> None:
         raise KeyError("on purpose")
@@ -140,29 +135,29 @@ def test_optimizers_find_what_was_assigned_after_a_backward_that_failed() -> Non
     with pytest.raises(KeyError, match="on purpose"):
         model(inputs).sum().backward()
     model.gate.weight = value
-    assert torch.equal(wholes(model)["gate.weight"], value)
+    assert torch.equal(full_state(model)["gate.weight"], value)
     optimizer = adamw(model.parameters())
     go_on(model, optimizer)
-    assert not torch.equal(wholes(model)["gate.weight"], value)
+    assert not torch.equal(full_state(model)["gate.weight"], value)
 
 
 @on_ranks(2)
 def test_loading_with_keys_that_are_missing_or_too_many() -> None:
-    model, other = uneven(ours()), wholes(uneven(ours(), seed=9))
-    before = wholes(model)
+    model, other = uneven(ours()), full_state(uneven(ours(), seed=9))
+    before = full_state(model)
     state = {name: value for name, value in other.items() if name != "gate.weight"} | {"more": torch.ones(1)}
     with pytest.raises(RuntimeError, match=r'Missing key.*"gate.weight"[^$]*Unexpected key.*"more"'):
         model.load_state_dict(state)
     result = model.load_state_dict(state, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["gate.weight"], ["more"])
-    assert_same_state(wholes(model), {**other, "gate.weight": before["gate.weight"]})
+    assert_same_state(full_state(model), {**other, "gate.weight": before["gate.weight"]})
 
 
 @pytest.mark.parametrize("assign", [False, True])
 @on_ranks(2)
 def test_loading_other_shapes(assign: bool) -> None:
     model = uneven(ours())
-    state = {**wholes(model), "gate.weight": torch.ones(4, 3)}
+    state = {**full_state(model), "gate.weight": torch.ones(4, 3)}
     with pytest.raises(RuntimeError, match=r"gate.weight"):
         model.load_state_dict(state, assign=assign)
     model(INPUTS)
@@ -174,11 +169,11 @@ def test_loading_other_shapes(assign: bool) -> None:
 @on_ranks(3)
 def test_states_of_what_is_cut_along_another_dimension(tmp_path: Path) -> None:
     source, optimizer = trained(ours(shard_placement_fn=last_dim))
-    for state in (wholes(source), source.state_dict(), uneven(ours()).state_dict()):
+    for state in (full_state(source), source.state_dict(), uneven(ours()).state_dict()):
         model, _ = fresh(ours(shard_placement_fn=last_dim))
         model.load_state_dict(state)
-        assert_same_state(wholes(model), {name: whole(value) for name, value in state.items()})
-    assert_same_state(wholes(copy.deepcopy(source)), wholes(source))
+        assert_same_state(full_state(model), {name: whole(value) for name, value in state.items()})
+    assert_same_state(full_state(copy.deepcopy(source)), full_state(source))
     dcp.save(_states(source, optimizer), checkpoint_id=tmp_path)
     other, other_optimizer = fresh(ours())
     states = _states(other, other_optimizer)
@@ -190,7 +185,7 @@ def test_states_of_what_is_cut_along_another_dimension(tmp_path: Path) -> None:
     for wrap in (ours(), ours(shard_placement_fn=last_dim)):
         other, other_optimizer = fresh(wrap)
         fsdp.load(tmp_path / "saved", other, other_optimizer)
-        assert_same_state(wholes(other), wholes(source))
+        assert_same_state(full_state(other), full_state(source))
 
 
 def last_dim(param: nn.Parameter) -> Shard:
@@ -218,7 +213,7 @@ def _save_distributed(wrap: Any, folder: Path) -> dict[str, Tensor]:
     model, optimizer = trained(wrap())
     dcp.save(_states(model, optimizer), checkpoint_id=folder)
     go_on(model, optimizer)
-    return wholes(model)
+    return full_state(model)
 
 
 def _load_distributed(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> None:
@@ -228,7 +223,7 @@ def _load_distributed(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> N
     set_model_state_dict(model, states["model"])
     set_optimizer_state_dict(model, optimizer, states["optimizer"])
     go_on(model, optimizer)
-    assert_states_within(wholes(model), expected, 1e-5)
+    assert_states_within(full_state(model), expected, 1e-5)
 
 
 # Whole states on the host are only on rank 0, so that the others need a broadcast.
@@ -261,14 +256,14 @@ def _save(folder: Path) -> dict[str, Tensor]:
     model, optimizer = trained(ours())
     fsdp.save(folder, model, optimizer, generators=False)
     go_on(model, optimizer)
-    return wholes(model)
+    return full_state(model)
 
 
 def _load_saved(folder: Path, expected: dict[str, Tensor]) -> None:
     model, optimizer = fresh(ours())
     fsdp.load(folder, model, optimizer)
     go_on(model, optimizer)
-    assert_states_within(wholes(model), expected, 1e-5)
+    assert_states_within(full_state(model), expected, 1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -284,7 +279,7 @@ def _load_safetensors(path: Path) -> None:
         for param in model.parameters():
             param.zero_()
     fsdp.load_safetensors(model, path)
-    assert_same_state(wholes(model), plain.state_dict())
+    assert_same_state(full_state(model), plain.state_dict())
     with torch.no_grad():
         assert torch.equal(model(INPUTS), plain(INPUTS))
 
@@ -311,7 +306,7 @@ def test_a_state_dict_can_be_copied_and_saved_by_each_rank(tmp_path: Path) -> No
 @on_ranks(2)
 def test_state_that_another_rank_has_saved_for_itself_is_an_error(tmp_path: Path) -> None:
     model, optimizer = trained(ours(), make=even)
-    before = wholes(model)
+    before = full_state(model)
     torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     weights, states = torch.load(tmp_path / f"rank{1 - dist.get_rank()}.pt", weights_only=False)
@@ -320,7 +315,7 @@ def test_state_that_another_rank_has_saved_for_itself_is_an_error(tmp_path: Path
         model.load_state_dict(weights)
     with pytest.raises(RuntimeError, match=rf"exp_avg.*{ranks}"):
         optimizer.load_state_dict(states)
-    assert_same_state(wholes(model), before)
+    assert_same_state(full_state(model), before)
     weights, states = torch.load(tmp_path / f"rank{dist.get_rank()}.pt", weights_only=False)
     model.load_state_dict(weights)
     optimizer.load_state_dict(states)

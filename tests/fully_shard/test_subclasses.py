@@ -31,9 +31,11 @@ from tests.helpers.dtensor_twins import (
     torchs,
     train,
 )
+from tests.helpers.equality import assert_same_state
 from tests.helpers.extended_tensors import InEight, InHalf, Pair, Scaled, Values, extended, padded
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.own_collectives import OwnAllGather
 from tests.helpers.parity import Alone, adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import mesh_of as mesh_beside
@@ -96,34 +98,16 @@ def test_methods_are_called_with_what_torchs_gives_them(shape: tuple[int, ...]) 
     assert any(call[-1] == (7, 7) for call in seen[1] if call[1] == "metadata")  # and later ones
 
 
-# torch 2.12 renamed it.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Counting:
-    """All-gathers as usual, and counts the bytes that a rank sends."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.nbytes += input_tensor.nbytes
-        return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 @pytest.mark.parametrize("make_model", [HALF, EIGHT], ids=["half", "eight"])
 @on_ranks(2)
 def test_no_more_bytes_are_sent_than_by_torchs(make_model: Any) -> None:
     sent = []
     for wrap in (torchs(), ours()):
-        model, counting = make_model(wrap), Counting()
+        model, gather = make_model(wrap), OwnAllGather()
         for layer in model.inner:
-            layer.set_custom_all_gather(counting)
+            layer.set_custom_all_gather(gather)
         once(model, INPUTS)
-        sent.append(counting.nbytes)
+        sent.append(sum(numel * dtype.itemsize for _, numel, dtype, _ in gather.calls))
     assert 0 < sent[1] <= sent[0]
 
 
@@ -254,7 +238,7 @@ def test_states_beside_tensor_parallelism(tmp_path: Path) -> None:
     assigned = make(ours(mesh=mesh["dp"]))
     assigned.load_state_dict(source.state_dict(), assign=True)
     for model in (loaded, copied, assigned):
-        _assert_values(_values(model), _values(source))
+        assert_same_state(_values(model), _values(source))
         model(INPUTS).sum().backward()
     _assert_same_gradients(loaded, assigned)
 
@@ -382,12 +366,6 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
     return {name: (each.values if isinstance(each, Values) else each).clone() for name, each in rows.items()}
 
 
-def _assert_values(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
 @on_ranks(2)
 def test_modules_list_the_class_and_states_hold_it_as_torchs_do() -> None:
     states = [HALF(wrap).state_dict() for wrap in (ours(), torchs())]
@@ -406,10 +384,10 @@ def test_copies_train_by_themselves() -> None:
     copied = copy.deepcopy(model)
     before = _values(model)
     _steps(copied, adamw(copied.parameters()))
-    _assert_values(_values(model), before)
+    assert_same_state(_values(model), before)
     assert isinstance(local(copied.inner[0][0].weight), InHalf)
     _steps(model, adamw(model.parameters()))
-    _assert_values(_values(copied), _values(model))
+    assert_same_state(_values(copied), _values(model))
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -417,12 +395,12 @@ def test_copies_train_by_themselves() -> None:
 def test_state_dicts_are_loaded(assign: bool) -> None:
     source, model = HALF(ours()), HALF(ours(), seed=9)
     model.load_state_dict(source.state_dict(), assign=assign)
-    _assert_values(_values(model), _values(source))
+    assert_same_state(_values(model), _values(source))
     plain = HALF()
     whole = {name: value.values if isinstance(value, Values) else value for name, value in plain.state_dict().items()}
     other = HALF(ours(), seed=9)
     other.load_state_dict(whole)
-    _assert_values(_values(other), _values(source))
+    assert_same_state(_values(other), _values(source))
     for each in (model, other):
         once(each, INPUTS)
     _assert_same_gradients(model, other)
@@ -461,18 +439,15 @@ def _load_saved(folder: Path, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("wraps", [(ours, torchs), (torchs, ours)], ids=["to_torchs", "from_torchs"])
-def test_distributed_checkpoints(ranks: RankPool, wraps: tuple[Any, Any], tmp_path: Path) -> None:
-    ranks(2).run(_save_and_load_distributed, *wraps, tmp_path)
-
-
-def _save_and_load_distributed(before: Any, after: Any, folder: Path) -> None:
+@on_ranks(2)
+def test_distributed_checkpoints(wraps: tuple[Any, Any], tmp_path: Path) -> None:
     torch.serialization.add_safe_globals([InHalf])
-    source, model = HALF(before()), HALF(after(), seed=9)
-    dcp.save(source.state_dict(), checkpoint_id=folder)
+    source, model = HALF(wraps[0]()), HALF(wraps[1](), seed=9)
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path)
     state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     model.load_state_dict(state)
-    _assert_values(_values(model), _values(source))
+    assert_same_state(_values(model), _values(source))
 
 
 @on_ranks(2)
@@ -527,7 +502,7 @@ def test_a_number_that_is_set_between_steps_is_there_in_the_next_all_gather() ->
         _steps(model, optimizers[1], 1)
         assert set(Scaling.used) == {factor}
         _steps(plain, optimizers[0], 1)
-        _assert_values(_values(model), _values(plain))
+        assert_same_state(_values(model), _values(plain))
 
 
 # What is refused

@@ -25,14 +25,15 @@ from tests.helpers.dtensor_twins import (
     ROUNDING,
     Plan,
     assert_side_by_side,
+    assert_states_within,
     assert_within,
     local,
     ours,
     spread_of,
     torchs,
     whole,
-    wholes,
 )
+from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import REGRESSION
@@ -181,7 +182,7 @@ def test_states_go_to_torchs_and_come_from_there(tmp_path: Path) -> None:
         target.load_state_dict(state["model"])
         _assert_equal(target, source)
     target = _model(ours(mesh=mesh["dp"]), mesh, seed=5)
-    target.load_state_dict(wholes(mine))
+    target.load_state_dict(full_state(mine))
     _assert_equal(target, mine)
     # A copy trains by itself, as its original does.
     copied_model, copied_optimizer = copy.deepcopy((mine, optimizer))
@@ -197,20 +198,18 @@ def test_whole_tensors_of_uneven_sizes() -> None:
     make = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=PLACEMENTS["rows_and_columns"])
     expected = make(keep).state_dict()
     model = make(ours(mesh=mesh["dp"]))
-    for name, value in wholes(model).items():
-        assert_within(name, value, expected[name])
+    assert_states_within(full_state(model), expected)
     generator = torch.Generator().manual_seed(3)
     state = {name: torch.randn(value.shape, generator=generator) for name, value in expected.items()}
     model.load_state_dict(state)
-    for name, value in wholes(model).items():
-        assert_within(name, value, state[name])
+    assert_states_within(full_state(model), state)
 
 
 @on_ranks(4)
 def test_final_files_are_read(tmp_path: Path) -> None:
     mesh = mesh_of(2, 2)
     expected = _model(ours(mesh=mesh["dp"]), mesh, seed=5)
-    state = wholes(expected)
+    state = full_state(expected)
     if dist.get_rank() == 0:
         save_file(state, tmp_path / "model.safetensors")
     dist.barrier()
@@ -224,8 +223,7 @@ def test_folders_of_torchs_become_final_files(ranks: RankPool, tmp_path: Path) -
     converted(tmp_path / "saved", tmp_path / "final", "--to", "safetensors")
     found = load_file(tmp_path / "final" / "model.safetensors")
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_within(name, found[name], value)
+    assert_states_within({name: found[name] for name in expected}, expected)
 
 
 def _save_with_torch(folder: Path) -> dict[str, Tensor]:
@@ -233,7 +231,7 @@ def _save_with_torch(folder: Path) -> dict[str, Tensor]:
     model, optimizer = _trained(ours(mesh=mesh["dp"]), mesh)
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
-    return wholes(model)
+    return full_state(model)
 
 
 @on_ranks(4)
@@ -248,7 +246,7 @@ def test_values_that_come_after_sharding() -> None:
             fsdp.materialize(model)
         else:
             model.to_empty(device="cpu")
-            model.load_state_dict(wholes(expected))
+            model.load_state_dict(full_state(expected))
             _assert_equal(model, expected)
         model(_inputs(mesh)).square().mean().backward()
         assert all(param.grad is not None for param in model.parameters())

@@ -18,21 +18,20 @@ from torch import Tensor, nn
 from tests.helpers.dtensor_twins import (
     ROUNDING,
     Plan,
-    Uneven,
     assert_side_by_side,
     assert_within,
     local,
     mesh_of,
     ours,
+    partly_frozen,
     seeded,
     torchs,
     train,
     uneven,
 )
-from tests.helpers.models import Net, Wrap, keep, tiny_transformer
+from tests.helpers.models import Net, Wrap, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import TOKENS
-from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 
 LAYERS, WIDTH = 3, 12
@@ -56,18 +55,6 @@ def test_what_is_counted_is_by_formula() -> None:
             counts.append(traffic.values / half)
     # Each layer is gathered and reduced; and gathered for backward, but for the last one with ours.
     assert counts == [3 * LAYERS, 3 * LAYERS - 1, 2 * LAYERS, 2 * LAYERS]
-
-
-def _partly_frozen(wrap: Wrap) -> nn.Module:
-    def build(inner: Wrap) -> nn.Module:
-        model = Uneven(keep)
-        for name in ("trunk.2", "gate", "entry"):
-            model.get_submodule(name).requires_grad_(False)
-        for name in ("trunk.2", "trunk", "gate"):
-            inner(model.get_submodule(name))
-        return model
-
-    return seeded(build, wrap)
 
 
 def _freeze_some(model: Any, step: int) -> None:
@@ -110,12 +97,13 @@ def used_in_part(parts: nn.ModuleDict) -> nn.Module:
 
 TIED = {"make_model": partial(tiny_transformer, tied=True), "task": TOKENS}
 PARTLY = {"make_model": partial(seeded, UsedInPart), "steps": 3}
+FROZEN = partial(partly_frozen, ("trunk.2", "gate", "entry"))
 
 RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "plain": (3, {}, {}),
     "accumulated without sync, hybrid": (4, {"accumulate": 3}, {"mesh": (2, 2)}),
     "gradients in float32": (2, {}, {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}),
-    "frozen part, replicated": (2, {"make_model": _partly_frozen}, {"mesh": (2, 1)}),
+    "frozen part, replicated": (2, {"make_model": FROZEN}, {"mesh": (2, 1)}),
     "unused parameters, replicated": (2, {"make_model": partial(seeded, sometimes)}, {"mesh": (2, 1)}),
     "frozen in the middle, replicated": (2, {"before_step": _freeze_some}, {"mesh": (2, 1)}),
     "used in part, accumulated": (2, {"accumulate": 2, **PARTLY}, {}),
@@ -125,12 +113,9 @@ RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes(ranks: RankPool, recipe: str) -> None:
-    world_size, what, options = RECIPES[recipe]
-    ranks(world_size).run(_compare, what, options)
-
-
-def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
+@on_ranks(lambda recipe: RECIPES[recipe][0])
+def test_recipes(recipe: str) -> None:
+    _, what, options = RECIPES[recipe]
     plan = Plan(**{"make_model": uneven, **what})
     expected, found = (train(plan, wrap(**options)) for wrap in (torchs, ours))
     assert 0 < found.traffic.values <= expected.traffic.values

@@ -21,8 +21,8 @@ from tests.helpers.dtensor_twins import (
     torchs,
     uneven,
     units,
-    wholes,
 )
+from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -121,7 +121,7 @@ def test_changes_in_between_are_seen_by_the_next_forward(options: dict[str, Any]
         copied = copy.deepcopy(model)
         assert torch.equal(look(copied), found), change.__name__
         plain = uneven()
-        plain.load_state_dict(wholes(model))
+        plain.load_state_dict(full_state(model))
         assert_within(change.__name__, found, look(plain), 1e-6)
     once(model, INPUTS)
     model.zero_grad()
@@ -147,11 +147,11 @@ def test_dtensors_are_listed_after_it() -> None:
     look(model)
     assert is_whole(model)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    before = wholes(model)
+    before = full_state(model)
     optimizer = adamw_at_once(model.parameters())  # torch's would get unsharded parameters
     once(model, INPUTS)
     optimizer.step()
-    assert all(not torch.equal(value, before[name]) for name, value in wholes(model).items())
+    assert all(not torch.equal(value, before[name]) for name, value in full_state(model).items())
     look(model)
     model.unshard()
     assert not any(isinstance(param, DTensor) for param in (model.scale, model.entry.weight))
@@ -180,4 +180,4 @@ def test_what_it_writes_to_its_weights_is_kept(mesh: tuple[int, ...]) -> None:
     model: Any = seeded(_Counts, ours(mesh=mesh))
     for _ in range(3):
         look(model)
-    assert torch.equal(wholes(model)["calls"], torch.full((4,), 3.0))
+    assert torch.equal(full_state(model)["calls"], torch.full((4,), 3.0))

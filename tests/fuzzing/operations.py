@@ -17,9 +17,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp
 from fsdp import FSDPModule, FullyShardedDataParallel, optim_utils
+from fsdp.distributed.dtensor import full_tensor
 from tests.fuzzing.case import OPTIMIZERS
 from tests.fuzzing.models import Leaf, plain_model, recomputes
-from tests.fuzzing.pair import Chosen, Pair, pairs_of, whole
+from tests.fuzzing.pair import Chosen, Pair, pairs_of
 from tests.fuzzing.sharding import front_door, shard
 
 
@@ -395,7 +396,7 @@ def clip_otherwise(pair: Pair) -> None:
             nn.utils.clip_grad_value_(model.parameters(), 0.01)
     else:
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.05, kind) for each in (pair.sharded, pair.plain)]
-        pair.same(f"norm of order {kind}", whole(norms[0]), norms[1])
+        pair.same(f"norm of order {kind}", full_tensor(norms[0]), norms[1])
     pair.end_step()
 
 
@@ -517,7 +518,7 @@ def torch_state(pair: Pair) -> None:
     options = StateDictOptions(full_state_dict=is_full and len(devices) == 1)  # torch loads it to a single device
     state = {name: value.clone() for name, value in get_model_state_dict(pair.sharded, options=options).items()}
     for name, value in pair.plain.state_dict().items():
-        pair.same(f"torch's {name}", whole(state[name]), value)
+        pair.same(f"torch's {name}", full_tensor(state[name]), value)
     with torch.no_grad():
         for param in pair.sharded.parameters():
             param.add_(1.0)

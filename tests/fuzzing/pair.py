@@ -81,7 +81,7 @@ class Pair:
     def clip(self, max_norm: float) -> Tensor:
         if self.is_wrapper:
             return self.sharded.clip_grad_norm_(max_norm)
-        return whole(nn.utils.clip_grad_norm_(self.sharded.parameters(), max_norm))
+        return full_tensor(nn.utils.clip_grad_norm_(self.sharded.parameters(), max_norm))
 
     def fill_unused(self, fills: bool) -> None:
         self.fills_unused = fills
@@ -89,7 +89,7 @@ class Pair:
             self.sharded.set_reduce_scatter_unused_params(fills)
 
     def state(self) -> dict[str, Tensor]:
-        return {name: whole(value).detach().clone() for name, value in self.sharded.state_dict().items()}
+        return {name: full_tensor(value).detach().clone() for name, value in self.sharded.state_dict().items()}
 
     # Comparison
 
@@ -162,10 +162,6 @@ def _without_sync(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-def whole(value: Tensor) -> Tensor:
-    return full_tensor(value)
 
 
 def fill_missing(sharded: Any, plain: nn.Module) -> None:

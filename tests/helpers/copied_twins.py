@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from fsdp import get_fsdp_instances
 from tests.helpers.equality import assert_same_state
 from tests.helpers.memory import handles_of
-from tests.helpers.models import NestedMlp, Wrap, keep
+from tests.helpers.models import NestedMlp, Wrap, keep, seeded
+from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED  # noqa: F401 - tests of copies import them
 from tests.helpers.parity import MakeOptimizer
 from tests.helpers.twins import Twins, batch, score
 
@@ -40,10 +41,7 @@ def connected(item: Any) -> Any:
     return item
 
 
-FLAT: dict[str, Any] = {}
-ORIGINAL: dict[str, Any] = {"use_orig_params": True}
-UNFLATTENED: dict[str, Any] = {"flatten_parameters": False}
-every_form = pytest.mark.parametrize("options", [FLAT, ORIGINAL, UNFLATTENED], ids=["flat", "original", "unflattened"])
+every_form = pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "unflattened"])
 every_travel = pytest.mark.parametrize("travel", [copy.deepcopy, through_pickle])
 
 
@@ -93,25 +91,20 @@ class Normed(nn.Module):
         return self.exit((hidden := self.block(inputs)) + self.table.to(hidden.dtype))
 
 
-def _seeded(kind: Callable[[Wrap], nn.Module], wrap: Wrap) -> nn.Module:
-    torch.manual_seed(0)
-    return wrap(kind(wrap))
-
-
 def nested(wrap: Wrap = keep) -> Any:
-    return _seeded(NestedMlp, wrap)
+    return seeded(NestedMlp, wrap)
 
 
 def tied_and_frozen(wrap: Wrap = keep) -> Any:
-    return _seeded(TiedAndFrozen, wrap)
+    return seeded(TiedAndFrozen, wrap)
 
 
 def recurrent(wrap: Wrap = keep) -> Any:
-    return _seeded(Recurrent, wrap)
+    return seeded(Recurrent, wrap)
 
 
 def normed(wrap: Wrap = keep) -> Any:
-    return _seeded(Normed, wrap)
+    return seeded(Normed, wrap)
 
 
 # CopiedTwins

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Wrap, keep, seeded
 
 HEADER = 2048  # bytes: each piece is in a zip file of its own
 
@@ -49,9 +49,7 @@ class Everything(nn.Module):
 
 def everything(wrap: Wrap = keep, seed: int = 0) -> Any:
     """`Everything` in two units; the same values on every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(Everything(wrap))
+    return seeded(Everything, wrap, seed)
 
 
 def save_sharded(model: Any, folder: Path) -> None:

@@ -5,7 +5,7 @@ Both cut parameters alike, so weights and gradients are compared part by part on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,9 @@ from fsdp import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, unit_of
 from tests.helpers.equality import assert_close_state
-from tests.helpers.models import Wrap, keep
+from tests.helpers.forms import full_state
+from tests.helpers.models import NestedMlp, Wrap, keep
+from tests.helpers.models import seeded as seeded
 from tests.helpers.parity import REGRESSION, MakeModel, MakeOptimizer, Task
 from tests.helpers.traffic import Counting, Traffic
 from tests.helpers.twins import Step, Twins, once, sgd, take_all
@@ -101,21 +103,11 @@ def last_dim_if_even(param: nn.Parameter) -> Shard | None:
 # Models
 
 
-class Uneven(nn.Module):
-    """A perceptron of units that divide by nothing, with dimensions of 1, 2 and 3."""
+class Uneven(NestedMlp):
+    """A perceptron as torch's `fully_shard` takes it too: its scale has a dimension."""
 
     def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.25]))
-        self.entry = nn.Linear(5, 7)
-        core = wrap(nn.Sequential(nn.Linear(11, 3), nn.PReLU()))
-        self.trunk = wrap(nn.Sequential(nn.Linear(7, 11, bias=False), nn.Tanh(), core))
-        self.gate = wrap(nn.Linear(3, 2, bias=False))
-        self.exit = nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.trunk(torch.tanh(self.entry(inputs)))
-        return self.exit(hidden * torch.sigmoid(self.gate(hidden)).sum(1, keepdim=True) * self.scale)
+        super().__init__(wrap, scale=[1.25], gates=2)
 
 
 class ConvNet(nn.Module):
@@ -140,14 +132,22 @@ class ConvNet(nn.Module):
         return self.exit(hidden.mean(2))
 
 
-def seeded(make: MakeModel, wrap: Wrap = keep, seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(make(wrap))
-
-
 def uneven(wrap: Wrap = keep, *, seed: int = 0) -> nn.Module:
     return seeded(Uneven, wrap, seed)
+
+
+def partly_frozen(frozen: Sequence[str], wrap: Wrap) -> nn.Module:
+    """`Uneven` with these modules frozen before it is sharded: both kinds of unit must find it so."""
+
+    def build(inner: Wrap) -> nn.Module:
+        model = Uneven(keep)
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        for name in ("trunk.2", "trunk", "gate"):
+            inner(model.get_submodule(name))
+        return model
+
+    return seeded(build, wrap)
 
 
 def conv_net(wrap: Wrap = keep) -> nn.Module:
@@ -261,10 +261,8 @@ def assert_side_by_side(
         assert list(mine) == list(theirs)
         for name, gradient in theirs.items():
             assert_within(f"gradient of {name} in step {step}", mine[name], gradient, tolerance)
-    assert list(found.weights) == list(expected.weights)
+    assert_states_within(found.weights, expected.weights, tolerance)
     assert found.spread == expected.spread
-    for name, value in expected.weights.items():
-        assert_within(name, found.weights[name], value, tolerance)
     # torch's ranks tell each other nothing besides, and gather parameters of several dtypes as bytes.
     most = expected.traffic.values + expected.traffic.words
     assert found.traffic.values <= most, "a rank receives more than with torch's"
@@ -283,6 +281,15 @@ def assert_within(what: str, found: Tensor | None, expected: Tensor | None, tole
         assert distance <= tolerance, f"{what} is {distance:.1e} away: {found} against {expected}"
 
 
+def assert_states_within(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float | None = None
+) -> None:
+    """As `assert_within`, of tensors under the same names in the same order."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert_within(name, found[name], value, tolerance)
+
+
 # Ours beside a plain twin
 
 
@@ -298,7 +305,7 @@ class RowTwins(Twins):
     def assert_close(self) -> None:
         assert_at_rest(self.sharded)
         self.share_plain()
-        assert_close_state(wholes(self.sharded), self.plain.state_dict(), rtol=1e-10, atol=1e-12)
+        assert_close_state(full_state(self.sharded), self.plain.state_dict(), rtol=1e-10, atol=1e-12)
 
 
 def assert_trains_as_plain(make: Callable[[Wrap], nn.Module], *steps: Step, **options: Any) -> None:
@@ -324,11 +331,6 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Collective. The whole of a `DTensor`."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def wholes(model: nn.Module) -> dict[str, Tensor]:
-    """Collective. The state in whole tensors of their own."""
-    return {name: whole(value).clone() for name, value in model.state_dict().items()}
 
 
 def units(model: nn.Module) -> Iterator[Unit]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Wrap, keep, seeded
 
 _KEPT = {  # operations whose result is of the class
     torch.ops.aten.detach.default,
@@ -186,9 +186,7 @@ class Layers(nn.Module):
 
 
 def extended(wrap: Wrap = keep, *, kind: Any = InHalf, width: int = 7, seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(Layers(wrap, kind, width))
+    return seeded(lambda inner: Layers(inner, kind, width), wrap, seed)
 
 
 class Pair(Tensor):

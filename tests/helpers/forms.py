@@ -15,9 +15,10 @@ from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap
-from tests.helpers.module_kinds import seeded
+from tests.helpers.module_kinds import FLAT, ORIGINAL, UNFLATTENED, seeded
 
 FORMS = ["flat", "orig", "rows"]
+WRAPPERS = {"flat": FLAT, "orig": ORIGINAL, "single": UNFLATTENED}  # the forms of the wrapper
 
 
 def sharded(model: nn.Module, form: str, units: tuple[type[nn.Module], ...] = (), **options: Any) -> Any:
@@ -97,6 +98,9 @@ class Beside:
 
     def step(self, body: Body, step: int) -> None:
         self.backward(body, step)
+        self.optimize()
+
+    def optimize(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -12,11 +12,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from tests.helpers.models import NestedMlp, TinyTransformer, Wrap, keep
-
-FLAT: dict[str, Any] = {}
-ORIGINAL = {"use_orig_params": True}
-UNFLATTENED = {"flatten_parameters": False}
-FORMS = (FLAT, ORIGINAL, UNFLATTENED)
+from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED  # noqa: F401 - tests of these models import them
 
 
 def sharded(**options: Any) -> Wrap:

@@ -7,7 +7,7 @@ parameter is 0-d.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -48,18 +48,18 @@ class NestedMlp(nn.Module):
     inside it a unit of 37. `gate`: 3, fewer than four ranks need.
     """
 
-    def __init__(self, wrap: Wrap) -> None:
+    def __init__(self, wrap: Wrap, scale: Sequence[float] | float = 1.25, gates: int = 1) -> None:
         super().__init__()
         core = wrap(nn.Sequential(nn.Linear(11, 3), nn.PReLU()))
-        self.scale = nn.Parameter(torch.tensor(1.25))
+        self.scale = nn.Parameter(torch.tensor(scale))
         self.entry = nn.Linear(5, 7)
         self.trunk = wrap(nn.Sequential(nn.Linear(7, 11, bias=False), nn.Tanh(), core))
-        self.gate = wrap(nn.Linear(3, 1, bias=False))
+        self.gate = wrap(nn.Linear(3, gates, bias=False))
         self.exit = nn.Linear(3, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.trunk(torch.tanh(self.entry(inputs)))
-        return self.exit(hidden * torch.sigmoid(self.gate(hidden)) * self.scale)
+        return self.exit(hidden * torch.sigmoid(self.gate(hidden)).sum(-1, keepdim=True) * self.scale)
 
 
 class Attention(nn.Module):
@@ -128,11 +128,16 @@ class TinyTransformer(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def nested_mlp(wrap: Wrap = keep, *, nested: bool = True, seed: int = 0) -> nn.Module:
-    """`NestedMlp` with `wrap` around each unit, or around the whole only; the same weights on every call."""
+def seeded(make: Callable[[Wrap], nn.Module], wrap: Wrap = keep, seed: int = 0) -> Any:
+    """A model with `wrap` around its units and around the whole; the same weights on every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return wrap(NestedMlp(wrap if nested else keep))
+        return wrap(make(wrap))
+
+
+def nested_mlp(wrap: Wrap = keep, *, nested: bool = True, seed: int = 0) -> nn.Module:
+    """`NestedMlp` with `wrap` around each unit, or around the whole only."""
+    return seeded(lambda inner: NestedMlp(inner if nested else keep), wrap, seed)
 
 
 def tiny_transformer(
@@ -149,10 +154,8 @@ def tiny_transformer(
     `recompute` checkpoints activations `"outside"` the blocks' wrappers or `"inside"` them. Train it with
     `task=TOKENS`.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inner = wrap if nested else keep
-        return wrap(TinyTransformer(inner, tied=tied, recompute=recompute, reentrant=reentrant))
+    layers = partial(TinyTransformer, tied=tied, recompute=recompute, reentrant=reentrant)
+    return seeded(lambda inner: layers(inner if nested else keep), wrap, seed)
 
 
 def scaled_layers() -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.models import Wrap, keep, nested_mlp, seeded
 from tests.helpers.parity import (
     NOISE_FACTOR,
     NOISE_FLOOR,
@@ -51,9 +51,7 @@ class Garden(nn.Module):
 
 def garden(wrap: Wrap = keep, seed: int = 0) -> Any:
     """The same weights on every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(Garden(wrap))
+    return seeded(Garden, wrap, seed)
 
 
 def is_bias(name: str, param: nn.Parameter) -> bool:

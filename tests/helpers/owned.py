@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer, fully_shard
-from tests.helpers.models import Wrap, keep
+from fsdp.distributed.dtensor import full_tensor
+from tests.helpers.models import Wrap, keep, seeded
 
 Make = Callable[..., torch.optim.Optimizer]
-Rule = Callable[[str, torch.Size], bool]
 
 
 class Talk(nn.Module):
@@ -45,9 +44,7 @@ class Talk(nn.Module):
 
 def talk(wrap: Wrap = keep, seed: int = 0, width: int = 6) -> Any:
     """The same weights on every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(Talk(wrap, width))
+    return seeded(partial(Talk, width=width), wrap, seed)
 
 
 def is_matrix(name: str, shape: torch.Size) -> bool:
@@ -86,7 +83,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Collective. The reduced, unsharded gradients by the names of the unsharded model."""
     if not isinstance(model, FullyShardedDataParallel):
         named = model.named_parameters()
-        return {n: None if p.grad is None else _full(p.grad).clone() for n, p in named}
+        return {n: None if p.grad is None else full_tensor(p.grad).clone() for n, p in named}
     with model.summon_full_params(volatile=True, with_grads=True):
         return {plain_name(n): None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
@@ -94,13 +91,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """Collective. The unsharded parameters by the names of the unsharded model."""
     if not isinstance(model, FullyShardedDataParallel):
-        return {name: _full(param.detach()).clone() for name, param in model.named_parameters()}
+        return {name: full_tensor(param.detach()).clone() for name, param in model.named_parameters()}
     with model.summon_full_params(volatile=True, with_grads=True):
         return {plain_name(name): param.detach().clone() for name, param in model.named_parameters()}
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_name(name: str) -> str:

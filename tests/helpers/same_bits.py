@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, SameBits
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Wrap, keep, seeded
 from tests.helpers.owned import under_fully_shard
 
 MICRO_BATCHES = 12
@@ -46,9 +46,7 @@ class Writer(nn.Module):
 
 def writer(wrap: Wrap = keep) -> Any:
     """The same weights on every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return wrap(Writer(wrap))
+    return seeded(Writer, wrap)
 
 
 def tokens_of(step: int, number: int) -> Tensor:

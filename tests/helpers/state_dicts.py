@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Wrap, keep, seeded
 from tests.helpers.parity import sgd_with_momentum
 
 
@@ -45,9 +45,7 @@ class Zoo(nn.Module):
 
 
 def zoo(wrap: Wrap = keep, seed: int = 0) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(Zoo(wrap))
+    return seeded(Zoo, wrap, seed)
 
 
 def tokens() -> Tensor:

@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp.distributed.collectives import DirectExchange
+
 
 @dataclass
 class Traffic:
@@ -85,6 +87,20 @@ def by_group(group: Any, tensor: Tensor) -> Any:
 
 def by_dtype(group: Any, tensor: Tensor) -> torch.dtype:
     return tensor.dtype
+
+
+@contextmanager
+def gathering() -> Iterator[list[str]]:
+    """The all-gathers that this rank begins, as errors name them."""
+    begun: list[str] = []
+    do = DirectExchange.all_gather
+
+    def all_gather(comm: Any, full: Tensor, shard: Tensor, what: str, tag: Any) -> Any:
+        begun.append(what)
+        return do(comm, full, shard, what, tag)
+
+    with mock.patch.object(DirectExchange, "all_gather", all_gather):
+        yield begun
 
 
 @contextmanager

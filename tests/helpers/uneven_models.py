@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import FullyShardedDataParallel
 from tests.helpers.equality import assert_close_state
+from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap, keep
 
 WIDTH = 6
@@ -126,10 +126,4 @@ class Pair:
             self.step()
 
     def assert_close(self) -> None:
-        state = {name: whole(value) for name, value in self.model.state_dict().items()}
-        assert_close_state(state, self.plain.state_dict(), atol=1e-12)
-
-
-def whole(value: Tensor) -> Tensor:
-    """A value of a state dict, of all ranks if it is a `DTensor`."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+        assert_close_state(full_state(self.model), self.plain.state_dict(), atol=1e-12)

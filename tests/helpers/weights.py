@@ -15,7 +15,7 @@ from fsdp.weights import Sink, WeightPlan
 from tests.helpers import tensor_parallel
 from tests.helpers.dcp_folders import Everything
 from tests.helpers.hybrid import mesh_of
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Wrap, keep, seeded
 from tests.helpers.owned import under_fully_shard
 
 
@@ -82,9 +82,7 @@ class Anything(Everything):
 
 def everything(wrap: Wrap = keep, seed: int = 0) -> Any:
     """`Anything` in two units; the same values on every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(Anything(wrap))
+    return seeded(Anything, wrap, seed)
 
 
 def tensors_of(model: nn.Module, buffers: bool = True) -> dict[str, Tensor]:

@@ -17,12 +17,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp import EMA, fully_shard
 from fsdp.distributed.dtensor import MeshPart, full_tensor, local_part
 from tests.helpers.equality import assert_close_state, assert_same_state
+from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import sgd_with_momentum
 from tests.helpers.tensor_parallel import SENTENCES, assert_parallel_parity, gpt, mesh_of, over_data, own_rows
-
-OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 
 
 def step(model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -73,7 +72,7 @@ def test_pickling_is_refused() -> None:
         torch.save(model, io.BytesIO())
 
 
-@parametrize_pairs(at_most=3, options=OPTIONS, spread=[False, True])
+@parametrize_pairs(at_most=3, options=FORMS, spread=[False, True])
 @on_ranks(4)
 def test_new_values_that_are_assigned_between_steps_are_kept(options: dict[str, Any], spread: bool) -> None:
     mesh = mesh_of(2, 2)

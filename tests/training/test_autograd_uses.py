@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp.distributed.dtensor import local_part
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
 from tests.helpers.forms import FORMS, assert_trains, sharded
-from tests.helpers.models import Net, Wrap
-from tests.helpers.module_kinds import seeded
+from tests.helpers.models import Net, Wrap, seeded
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.twins import (
     OPTIONS,
@@ -81,17 +81,13 @@ def _squash_by_a_view(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _changing(wrap: Wrap, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    return wrap(seeded(partial(Changing, wrap, change)))
-
-
 @on_ranks(2)
 def test_outputs_of_units_may_be_changed_in_place() -> None:
     """Views or not: a view's own place in the graph is another after it was changed."""
     for change in (_add, F.relu_, _scale_a_part, _squash_by_a_view):
         for options in EVERY_FORM if change is _add else EVERY_FORM[:1]:
             for step in (once, two_forwards_then_one_backward):
-                assert_trains_like_plain(partial(_changing, change=change), step, options=options)
+                assert_trains_like_plain(partial(seeded, partial(Changing, change=change)), step, options=options)
 
 
 # Backwards inside of a forward
@@ -144,16 +140,13 @@ def inner(wrap: Wrap, trains_inside: bool) -> nn.Module:
     )
 
 
-def _relaxing(wrap: Wrap, trains_inside: bool) -> nn.Module:
-    return wrap(seeded(partial(inner, wrap, trains_inside)))
-
-
 @pytest.mark.parametrize("trains_inside", [False, True], ids=["grad", "backward"])
 @on_ranks(2)
 def test_a_backward_inside_of_a_forward_leaves_the_units_that_run_alone(trains_inside: bool) -> None:
+    make = partial(seeded, partial(inner, trains_inside=trains_inside))
     for options in EVERY_FORM[:2] if trains_inside else EVERY_FORM[::3]:
         steps = [once] if trains_inside else [eval_first, backward_twice]
-        assert_trains_like_plain(partial(_relaxing, trains_inside=trains_inside), *steps, options=options)
+        assert_trains_like_plain(make, *steps, options=options)
 
 
 class Forces(nn.Module):
@@ -180,14 +173,10 @@ def checkpointed(wrap: Wrap) -> nn.Module:
     )
 
 
-def _checkpointed(wrap: Wrap) -> nn.Module:
-    return wrap(seeded(partial(checkpointed, wrap)))
-
-
 @on_ranks(2)
 def test_a_backward_inside_of_a_checkpointed_unit_leaves_it_whole() -> None:
     for options in EVERY_FORM:
-        assert_trains_like_plain(_checkpointed, once, two_forwards_then_one_backward, options=options)
+        assert_trains_like_plain(partial(seeded, checkpointed), once, two_forwards_then_one_backward, options=options)
 
 
 # Results that leave a unit by another way than its output
@@ -229,7 +218,7 @@ class Flow(nn.Module):
 
 
 def _flow(wrap: Wrap) -> nn.Module:
-    return wrap(seeded(lambda: nn.Sequential(nn.Linear(5, 5), wrap(Flow()), nn.Linear(5, 5))))
+    return seeded(lambda wrap: nn.Sequential(nn.Linear(5, 5), wrap(Flow()), nn.Linear(5, 5)), wrap)
 
 
 @on_ranks(2)
@@ -277,16 +266,13 @@ class Collecting(nn.Module):
         return self.exit(hidden)
 
 
-def _collecting(wrap: Wrap, way: str) -> nn.Module:
-    return wrap(seeded(partial(Collecting, wrap, way)))
-
-
 @on_ranks(2)
 def test_results_that_leave_a_unit_by_another_way_than_its_output() -> None:
     for way in ("attribute", "closure", "generator"):
-        assert_trains_like_plain(partial(_collecting, way=way), once, two_forwards_then_one_backward)
+        make = partial(seeded, partial(Collecting, way=way))
+        assert_trains_like_plain(make, once, two_forwards_then_one_backward)
     for options in EVERY_FORM[1:]:
-        assert_trains_like_plain(partial(_collecting, way="attribute"), once, options=options)
+        assert_trains_like_plain(partial(seeded, partial(Collecting, way="attribute")), once, options=options)
 
 
 class Regularised(nn.Module):
@@ -322,10 +308,7 @@ def _reads_weights_after_an_evaluation(model: Any, inputs: Tensor) -> None:
 def test_weights_of_a_unit_that_the_model_returns_stay_valid(options: dict[str, Any] | None) -> None:
     """Where they are unsharded until backward. Reading freed memory ends the process."""
     steps = _reads_weights_after_backward, _reads_weights_after_an_evaluation
-
-    def make(wrap: Wrap) -> nn.Module:
-        return wrap(seeded(partial(Regularised, wrap)))
-
+    make = partial(seeded, Regularised)
     if options is None:
         assert_trains_as_plain(make, *steps, reshard_after_forward=False)
     else:
@@ -373,8 +356,8 @@ class Remembering(nn.Module):
         return self.exit(self.hidden)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("form", [*EVERY_FORM, None], ids=str)
+@parametrize_pairs(form=[*EVERY_FORM, None], world_size=[2, 3])
+@on_ranks("world_size")
 def test_a_second_backward_that_begins_inside_of_a_unit_is_an_error(form: dict[str, Any] | None) -> None:
     """It is named, also if the first backward has freed the parameters; the next step is as ever."""
     torch.manual_seed(0)
@@ -432,7 +415,7 @@ def test_gradients_of_listed_parameters_without_backward_are_refused(form: dict[
 
 
 def _layers(wrap: Wrap) -> nn.Module:
-    return wrap(seeded(lambda: nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 5))))
+    return seeded(lambda wrap: nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 5)), wrap)
 
 
 def _backward_to(some: Callable[[str], bool], model: nn.Module, inputs: Tensor) -> None:

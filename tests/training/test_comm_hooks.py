@@ -26,6 +26,7 @@ from tests.helpers.comm_hooks import (
     with_hook,
 )
 from tests.helpers.dtypes import BRAIN, SINGLE
+from tests.helpers.forms import WRAPPERS
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
@@ -96,18 +97,13 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "params_to_cpu": {"move_params_to_cpu": True, "move_grads_to_cpu": False},
     "disk": {"offload": "disk"},
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "original": {"use_orig_params": True},
-    "unflattened": {"flatten_parameters": False},
-}
 
 
 @parametrize_cases(
     at_most=6,
     world_size=[2, 1],
     policy=list(POLICIES),
-    layout=list(LAYOUTS),
+    layout=list(WRAPPERS),
     offload=list(OFFLOADS),
     machine=["of CPUs only", "accelerated"],
     training=every_pair(accumulate=[1, 2], no_sync=[True, False], clip=[None, 0.3]),
@@ -118,7 +114,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_a_hook_goes_with_other_options_to_the_bit(tmp_path: Path, case: Case) -> None:
     options = (
         POLICIES[case.policy]
-        | LAYOUTS[case.layout]
+        | WRAPPERS[case.layout]
         | OFFLOADS[case.offload]
         | {"reshard_after_forward": case.reshard_after_forward}
     )
@@ -210,11 +206,11 @@ def test_training_in_bf16_gradients_stays_close(make_optimizer: MakeOptimizer) -
 
 
 @parametrize_pairs(
-    at_most=4, world_size=[2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"]
+    at_most=4, world_size=[2, 1], layout=list(WRAPPERS), name=["bf16_compress_hook", "fp16_compress_hook"]
 )
 @on_ranks("world_size")
 def test_torchs_compressing_hooks_work_unchanged(layout: str, name: str) -> None:
-    options = LAYOUTS[layout]
+    options = WRAPPERS[layout]
     make_model = partial(with_hook, nested_mlp, torchs(name), state=torchs_state(name))
     # torch's hooks end by recording a stream for their result, which raises for any tensor on CPU.
     with mock.patch.object(Tensor, "record_stream"):

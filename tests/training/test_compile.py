@@ -35,6 +35,7 @@ from tests.helpers.compile_backends import (
 )
 from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap, keep
+from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import from_one_rank, fully_sharded
@@ -152,7 +153,6 @@ ACROSS_UNITS: list[Way] = [
     loss_function,
     a_method,
 ]
-OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 
 
 # Training
@@ -215,7 +215,7 @@ def assert_close_trainings(found: Trained, expected: Trained) -> None:
     assert_close(list(found.weights.values()), list(expected.weights.values()), rtol=1e-11, atol=1e-13)
 
 
-@parametrize_cases(at_most=7, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
+@parametrize_cases(at_most=7, way=OF_BLOCKS, options=FORMS, world_size=[2, 1], reshard_after_forward=[True, False])
 @on_ranks("world_size")
 def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(case: Case) -> None:
     options = case.options | {"reshard_after_forward": case.reshard_after_forward}
@@ -226,7 +226,7 @@ def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(c
 
 
 # The graphs of blocks are those of the test above, and are run as they were traced.
-@parametrize_pairs(at_most=6, way=ACROSS_UNITS, world_size=[2, 1], options=OPTIONS[:2])
+@parametrize_pairs(at_most=6, way=ACROSS_UNITS, world_size=[2, 1], options=FORMS[:2])
 @on_ranks("world_size")
 def test_what_is_compiled_across_units_trains_as_the_plain_model_and_breaks_at_their_borders(
     way: Way, options: dict[str, Any]
@@ -257,7 +257,7 @@ def _train_all(way: Way, options: dict[str, Any], inner: str) -> Counter:
 
 @on_ranks(1)
 def test_blocks_of_other_shapes_take_a_graph_each() -> None:
-    for wrap in (keep, *(fully_sharded(**options) for options in OPTIONS)):
+    for wrap in (keep, *(fully_sharded(**options) for options in FORMS)):
         backend = Counter("eager")
         model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5))
         for step in range(2):

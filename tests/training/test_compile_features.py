@@ -37,6 +37,7 @@ from tests.helpers.compile_backends import (
 from tests.helpers.equality import assert_close_state
 from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.models import Wrap, keep
+from tests.helpers.module_kinds import FORMS as OPTIONS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
@@ -44,7 +45,6 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
 PRELOAD = ["torch._inductor.compile_fx"]
-OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 
 
 # Whole steps

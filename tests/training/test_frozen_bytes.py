@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import EMA, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from tests.helpers.forms import WRAPPERS as FORMS
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.quantised import Adapted, Rows8, plain_values, quantised
+from tests.helpers.traffic import gathering
 
-FORMS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "orig": {"use_orig_params": True},
-    "single": {"flatten_parameters": False},
-}
 KINDS = ["two tensors", "nested", "plain dtypes", "torchao"]
 
 
@@ -97,15 +94,7 @@ def test_the_bytes_of_a_unit_are_gathered_together(kind: str, form: str) -> None
     with mock.patch("fsdp.engine.runtime.SMALL_BYTES", 0):  # or several units come together
         train(model, range(1))
     handles = [one for one in fsdp.flat_param_handles(model) if one.flat_param.dtype is torch.uint8]
-    started: list[str] = []
-    exchange = type(handles[0].comm)
-    gather = exchange.all_gather
-
-    def watched(comm: Any, full: Tensor, shard: Tensor, what: str, tag: Any) -> Any:
-        started.append(what)
-        return gather(comm, full, shard, what, tag)
-
-    with mock.patch.object(exchange, "all_gather", watched), torch.no_grad():
+    with gathering() as started, torch.no_grad():
         model(batch(0))
     of_bytes = [what for what in started if any(f" {handle.name} " in what for handle in handles)]
     assert len(of_bytes) == len(handles) == 2
@@ -205,23 +194,21 @@ class Renamed(Rows8):
     """A class with the same inner tensors."""
 
 
-def _of_renamed(weight: Rows8) -> Rows8:
-    return Renamed(weight.values, weight.scale, weight.dtype)
+def of_class(kind: type[Rows8], dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Layers whose quantised weights are of another class, or compute in another dtype."""
+    model = quantised("two tensors")
+    for layer in (model[0], model[2]):
+        weight = layer.base.weight
+        layer.base.weight = nn.Parameter(kind(weight.values, weight.scale, dtype), requires_grad=False)
+    return model
 
 
-def _in_half(weight: Rows8) -> Rows8:
-    return Rows8(weight.values, weight.scale, torch.bfloat16)
-
-
-@parametrize_pairs(form=[*FORMS, "rows"], change=[_of_renamed, _in_half], at_most=4)
+@parametrize_pairs(form=[*FORMS, "rows"], other=[(Renamed, torch.float32), (Rows8, torch.bfloat16)], at_most=4)
 @on_ranks(2)
-def test_files_of_another_class_or_other_metadata_are_an_error(tmp_path: Path, form: str, change: Any) -> None:
+def test_files_of_another_class_or_other_metadata_are_an_error(tmp_path: Path, form: str, other: Any) -> None:
     fsdp.save(tmp_path / "saved", sharded(quantised("two tensors"), form))
-    other = quantised("two tensors")
-    for layer in (other[0], other[2]):
-        layer.base.weight = nn.Parameter(change(layer.base.weight), requires_grad=False)
-    kind = type(other[0].base.weight).__name__
-    model = sharded(other, form)
+    kind = other[0].__name__
+    model = sharded(of_class(*other), form)
     with torch.no_grad():
         for param in model.parameters():
             if param.requires_grad:
@@ -483,20 +470,12 @@ class Opaque(Rows8):
         raise NotImplementedError(f"{func} of an Opaque")
 
 
-def opaque() -> nn.Sequential:
-    model = quantised("two tensors")
-    for layer in (model[0], model[2]):
-        weight = layer.base.weight
-        layer.base.weight = nn.Parameter(Opaque(weight.values, weight.scale, weight.dtype), requires_grad=False)
-    return model
-
-
 @pytest.mark.parametrize("form", [*FORMS, "rows"])
 @on_ranks(2)
 def test_a_class_needs_no_operations_but_those_of_the_model(form: str) -> None:
-    plain, model = opaque(), sharded(opaque(), form)
+    plain, model = of_class(Opaque), sharded(of_class(Opaque), form)
     torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
-    assert fsdp.plan(opaque(), world_size=2).units
+    assert fsdp.plan(of_class(Opaque), world_size=2).units
     copy.deepcopy(model)
     EMA(model, decay=0.5).update_parameters(model)
     if form == "rows":
@@ -540,14 +519,7 @@ class Sending(Rows8):
 @pytest.mark.parametrize("form", [*FORMS, "rows"])
 @on_ranks(2)
 def test_frozen_classes_with_an_extension_are_bytes(form: str) -> None:
-    def made() -> nn.Sequential:
-        model = quantised("two tensors")
-        for layer in (model[0], model[2]):
-            weight = layer.base.weight
-            layer.base.weight = nn.Parameter(Sending(weight.values, weight.scale, weight.dtype), requires_grad=False)
-        return model
-
-    plain, model = made(), sharded(made(), form)
+    plain, model = of_class(Sending), sharded(of_class(Sending), form)
     torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
     assert any(one.flat_param.dtype is torch.uint8 for one in fsdp.flat_param_handles(model))
 
@@ -646,8 +618,8 @@ class Counting(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(1, 2, 3)
+@parametrize_pairs(form=list(FORMS), world_size=[2, 1, 3])
+@on_ranks("world_size")
 def test_a_forward_may_write_to_its_bytes(form: str) -> None:
     plain, model = Counting(), FullyShardedDataParallel(Counting(), **FORMS[form])
     for _ in range(3):

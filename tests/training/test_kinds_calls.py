@@ -109,9 +109,7 @@ def test_pain_point_13_training_through_a_method(options: dict[str, Any]) -> Non
         parts = [batch(number, rank) for rank in range(dist.get_world_size())]
         score(pair.sharded.generate(parts[dist.get_rank()], count=2)).backward()
         score(pair.plain.generate(torch.cat(parts), count=2)).backward()
-        for optimizer in pair.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.optimize()
     pair.assert_close()
 
 

@@ -90,9 +90,7 @@ def test_pain_point_07_clipped_steps_equal_the_unsharded_model(case: Case) -> No
         found, expected = clip_both(pair, case.max_norm, case.norm_type)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0.0)
         assert (expected.item() > case.max_norm) is (case.max_norm < 1)
-        for optimizer in pair.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.optimize()
     pair.assert_close()
 
 
@@ -206,7 +204,5 @@ def test_pain_point_07_clipping_by_value_equals_torchs(case: Case) -> None:
         pair.backward(number)
         pair.sharded.clip_grad_value_(case.clip_value)
         nn.utils.clip_grad_value_(pair.plain.parameters(), case.clip_value)
-        for optimizer in pair.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.optimize()
     pair.assert_close()

@@ -268,9 +268,7 @@ def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(case: C
         for model in (pair.sharded, pair.plain):
             with_gradient = {name for name, param in model.named_parameters() if param.grad is not None}
             assert with_gradient == {name for name, param in pair.plain.named_parameters() if param.requires_grad}
-        for optimizer in pair.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.optimize()
     pair.assert_close()
 
 
@@ -319,9 +317,7 @@ def test_pain_point_04_freezing_between_backward_and_step_keeps_the_gradient(opt
     for number in range(4):
         pair.backward(number)
         pair.on_both(partial(a_layer, trained=bool(number % 2)))
-        for optimizer in pair.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.optimize()
     pair.assert_close()
 
 

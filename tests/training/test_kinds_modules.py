@@ -348,7 +348,5 @@ def test_computed_weights_are_cached_over_several_forwards(make: Make, options: 
             with parametrize.cached():
                 for part in parts:
                     ((score(model(part)) + score(model(part.neg()))) / len(parts)).backward(retain_graph=True)
-        for optimizer in pair.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        pair.optimize()
     pair.assert_close()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.models import Block
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import TOKENS, Training, tiny_transformer, train_sharded
 from tests.helpers.precision_twins import PRECISIONS, WRONG_FACTOR, Measured, fast_sgd_with_momentum
@@ -89,13 +90,10 @@ def train_and_compare(case: Case, folder: str, device: str = "cpu", unsharded_on
     return trained.scales.tolist()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_wrong_factor_in_one_unit_is_found(ranks: RankPool, precision: str) -> None:
+@pytest.mark.parametrize("name", PRECISIONS)
+@on_ranks(2)
+def test_a_wrong_factor_in_one_unit_is_found(name: str) -> None:
     # Else the grid would show nothing.
-    ranks(2).run(_train_with_a_wrong_factor, precision)
-
-
-def _train_with_a_wrong_factor(name: str) -> None:
     precision = PRECISIONS[name]
     right = precision.wrap()
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
 from tests.helpers.models import Net
+from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
-
-OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 
 # torch.ao.quantization is going to be replaced by torchao, and says so.
 pytestmark = [
@@ -53,7 +52,7 @@ def of_a_subclass() -> nn.Parameter:
     return nn.Parameter(Scaled(torch.ones(4, 4, dtype=torch.int8), 0.5), requires_grad=False)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["flat", "original", "unflattened"])
+@pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "unflattened"])
 @pytest.mark.parametrize(("make_weight", "kind"), [(of_torch_quantisation, "torch.qint8"), (of_a_subclass, "Scaled")])
 def test_pain_point_29_a_quantised_parameter_without_inner_tensors_is_refused_by_name(
     make_weight: Any, kind: str, options: dict[str, Any]
@@ -74,7 +73,7 @@ def quantised() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["flat", "original", "unflattened"])
+@pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "unflattened"])
 @on_ranks(2)
 def test_pain_point_29_packed_weights_are_kept_beside_sharded_ones(options: dict[str, Any]) -> None:
     plain, model = quantised(), fully_sharded(**options)(quantised())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fsdp import auto_wrap, enable_wrap, module_wrap_policy
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, Training, adamw, assert_parity, sgd_with_momentum, train_sharded
+from tests.helpers.parity import Training, adamw, assert_parity, sgd_with_momentum, train_sharded
 from tests.helpers.precision_twins import PRECISIONS, Measured, fast_sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import (
@@ -51,13 +52,10 @@ from tests.helpers.tensor_parallel import (
     ],
     training=[{"clip": 0.3}, {"accumulate": 2, "clip": 0.3}, {"accumulate": 2, "no_sync": False}],
 )
-def test_every_pair_of_options_trains_as_one_process(ranks: RankPool, case: Case) -> None:
+@on_ranks(lambda case: prod(case.shape))
+def test_every_pair_of_options_trains_as_one_process(case: Case) -> None:
     how = {"model": {"kind": case.kind, **case.model}, "options": case.options, **case.training}
-    ranks(case.shape[0] * case.shape[1]).run(_train, case.shape, case.make_optimizer, **how)
-
-
-def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) -> None:
-    assert_parallel_parity(mesh_of(*shape), make_optimizer, **how)
+    assert_parallel_parity(mesh_of(*case.shape), case.make_optimizer, **how)
 
 
 @pytest.mark.parametrize(
