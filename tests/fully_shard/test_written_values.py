@@ -172,8 +172,8 @@ KEPT_COPIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kept", KEPT_COPIES)
-@on_ranks(1, 2)
+@parametrize_pairs(kept=list(KEPT_COPIES), world_size=[2, 1])
+@on_ranks("world_size")
 def test_copies_in_another_dtype_follow_what_is_written(kept: str) -> None:
     # Without shards, too, the model computes with a copy in the other dtype, which is kept from forward to forward.
     plain = _net()

@@ -14,6 +14,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.helpers.forms import FORMS, Body, assert_trains
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.twins import score
 
 
@@ -100,10 +101,10 @@ def two_calls(model: Any, inputs: Tensor, step: int) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("body", [once, accumulating, two_calls])
-@pytest.mark.parametrize("kind", [ByFunction, ByHook])
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(1, 2)
+@parametrize_pairs(
+    at_most=12, form=FORMS, body=[once, accumulating, two_calls], kind=[ByFunction, ByHook], world_size=[2, 1]
+)
+@on_ranks("world_size")
 def test_they_are_reduced_with_those_of_autograd(form: str, kind: type[nn.Linear], body: Body) -> None:
     assert_trains(lambda: layers(kind), form, body, (Layer,))
 

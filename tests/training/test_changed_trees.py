@@ -19,6 +19,7 @@ from tests.helpers.equality import assert_close
 from tests.helpers.forms import FORMS, Beside, inside, sharded
 from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 
 
 class Block(nn.Module):
@@ -83,18 +84,15 @@ def _loss(model: nn.Module, inputs: Tensor, step: int) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("is_evaluated", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(2, 1, 3)
+@parametrize_pairs(at_most=9, form=FORMS, is_evaluated=[False, True], world_size=[2, 1, 3])
+@on_ranks("world_size")
 def test_units_that_come_and_go_are_trained_and_clipped(form: str, is_evaluated: bool) -> None:
     for change in CHANGES:
         both = _changed(form, change, is_evaluated=is_evaluated)
         for step in (1, 2):
             both.backward(_loss, step)
             _clip(both)
-            for optimizer in both.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            both.optimize()
         both.assert_equal()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from fsdp.engine.observers import attached
 from fsdp.engine.unit import unit_of, units_in
 from tests.helpers.forms import FORMS, assert_trains, inside, sharded
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 
 
 class Layer(nn.Module):
@@ -99,10 +99,8 @@ def _train_as_one(model: Any, x: Tensor, step: int) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(2, 3)
+@parametrize_pairs(at_most=18, form=FORMS, kind=KINDS, nested=[False, True], world_size=[2, 3])
+@on_ranks("world_size")
 def test_they_are_kept_until_backward_has_used_them(form: str, nested: bool, kind: Callable[[], nn.Module]) -> None:
     units = (Detached, Quantised, *((Layer,) if nested else ()))
     for train in (_train, _train_both, _train_as_one):
@@ -138,9 +136,9 @@ def _most_unsharded(kind: Callable[[], nn.Module], blocks: int, form: str, *, wi
     return observer.most
 
 
-@pytest.mark.parametrize("with_another_graph", [False, True])
-@pytest.mark.parametrize("kind", [Detached, Recomputed, Force, _checkpointed_force])
-@pytest.mark.parametrize("form", FORMS)
+@parametrize_pairs(
+    at_most=12, form=FORMS, kind=[Detached, Recomputed, Force, _checkpointed_force], with_another_graph=[False, True]
+)
 @on_ranks(2)
 def test_they_are_freed_when_backward_reaches_another_unit(form: str, kind: Any, with_another_graph: bool) -> None:
     few, many = (_most_unsharded(kind, blocks, form, with_another_graph=with_another_graph) for blocks in (3, 6))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.helpers.forms import FORMS, assert_trains
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 
 
 class Scaled(nn.Module):
@@ -39,9 +39,13 @@ def _train(order: str, dtype: torch.dtype, model: Any, x: Tensor, step: int) -> 
     return sum(losses).detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("order", ["first", "last", "together"])
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(2, 3)
+@parametrize_pairs(
+    at_most=12,
+    form=FORMS,
+    order=["first", "last", "together"],
+    dtype=[torch.float32, torch.float64],
+    world_size=[2, 3],
+)
+@on_ranks("world_size")
 def test_they_are_trained_by_the_other_forwards(form: str, order: str, dtype: torch.dtype) -> None:
     assert_trains(lambda: nn.Sequential(nn.Linear(5, 5), Scaled()), form, partial(_train, order, dtype), (Scaled,))

@@ -132,8 +132,8 @@ def test_functional_call_computes_with_what_it_is_given_and_leaves_the_parameter
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2)
+@parametrize_pairs(kind=list(KINDS), world_size=[2, 1])
+@on_ranks("world_size")
 def test_both_names_of_a_tied_parameter_may_be_given(kind: str) -> None:
     torch.manual_seed(0)
     plain = Net()

@@ -19,7 +19,6 @@ from tests.helpers.forms import FORMS, assert_trains, batch, inside, sharded
 from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 
 def penalty(module: nn.Module) -> Any:
@@ -89,14 +88,9 @@ USES = [after_a_gradient, own_parts, scaled_part, by_name, recomputed, first_of_
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @parametrize_pairs(at_most=3, form=FORMS, units=[(), (Inner,)], world_size=[2, 3])
-def test_parameters_that_a_forward_lists_are_unsharded(
-    ranks: RankPool, use: Any, form: str, units: Any, world_size: int
-) -> None:
-    ranks(world_size).run(_train, use, form, units)
-
-
-def _train(use: Any, form: str, units: Any, **options: Any) -> None:
-    assert_trains(partial(Net, use), form, _loss, units, **options)
+@on_ranks("world_size")
+def test_parameters_that_a_forward_lists_are_unsharded(use: Any, form: str, units: Any) -> None:
+    assert_trains(partial(Net, use), form, _loss, units)
 
 
 def _loss(model: Any, inputs: Tensor, step: int) -> Tensor:

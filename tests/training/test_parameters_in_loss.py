@@ -64,7 +64,7 @@ FORMS_AND_OPTIONS = [*((form, {}) for form in FORMS), ("orig", REPLICATED)]
 
 
 @parametrize_pairs(
-    at_most=20,
+    at_most=12,
     form_and_options=FORMS_AND_OPTIONS,
     order=ORDERS,
     units=[(), (nn.Sequential,)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp
 from fsdp.distributed.dtensor import local_part
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
-from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.models import Wrap, nested_mlp, seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
 from tests.helpers.twins import (
@@ -148,23 +149,21 @@ STEPS: list[Step] = [
 FLAT: list[dict[str, Any]] = [*OPTIONS, {"use_orig_params": True}, {"reshard_after_forward": 2}]
 
 
-@pytest.mark.parametrize("number", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
+@pytest.mark.parametrize("options", FLAT, ids=str)
 @on_ranks(2)
-def test_a_sharded_model_trains_like_the_plain_one(number: int) -> None:
-    """Each step with two of the ways to keep flat parameters, and with rows."""
-    for options in (FLAT[number % len(FLAT)], FLAT[(number + 2) % len(FLAT)]):
-        assert_trains_like_plain(nested_mlp, once, STEPS[number], options=options)
-    assert_trains_as_plain(nested_mlp, STEPS[number], once)
+def test_a_wrapped_model_trains_like_the_plain_one(options: dict[str, Any]) -> None:
+    assert_trains_like_plain(nested_mlp, *STEPS, options=options)
 
 
 @on_ranks(1, 3)
-def test_a_wrapped_model_takes_all_steps_in_turn() -> None:
+def test_units_of_a_wrapped_model_run_in_all_steps() -> None:
     assert_trains_like_plain(toolbox, *STEPS)
 
 
-@on_ranks(1, 4)
-def test_a_model_of_rows_takes_all_steps_in_turn() -> None:
-    assert_trains_as_plain(toolbox, *STEPS)
+@pytest.mark.parametrize(("make", "world_size"), [(nested_mlp, 2), (toolbox, 1), (toolbox, 4)])
+@on_ranks("world_size")
+def test_a_model_of_rows_trains_like_the_plain_one(make: Any) -> None:
+    assert_trains_as_plain(make, *STEPS)
 
 
 class Potential(nn.Module):
@@ -187,10 +186,7 @@ class Potential(nn.Module):
 @pytest.mark.parametrize("recompute", [False, True])
 @on_ranks(2)
 def test_forces_may_be_computed_inside_of_the_forward(recompute: bool) -> None:
-    def make(wrap: Wrap) -> nn.Module:
-        torch.manual_seed(0)
-        return wrap(Potential(wrap, recompute))
-
+    make = partial(seeded, partial(Potential, recompute=recompute))
     assert_trains_like_plain(make, once)
     assert_trains_like_plain(make, once, options={"use_orig_params": True})
     assert_trains_as_plain(make, once)

@@ -41,7 +41,6 @@ from tests.helpers.parity import (
     train_ddp,
     train_sharded,
 )
-from tests.helpers.ranks import RankPool
 
 STEPS = 2
 
@@ -97,7 +96,7 @@ def test_equals_one_process_within_float32_noise(case: Case) -> None:
     assert_parity(training.make_model, training.make_optimizer, STEPS, wrap=wrap, **options)
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", ["mlp", "transformer", "tied"])  # recomputing changes nothing in one process
 @on_ranks(3)
 def test_the_noise_is_far_below_what_training_changes(model: str) -> None:
     # Else equal trainings would show nothing.
@@ -156,11 +155,10 @@ GROUPS = ["default", "by name", "none", "world", "new"]
     compute_device=[None, "cpu", torch.device("cpu")],
     reshard_after_forward=[True, False],
 )
-def test_other_options_change_no_result(ranks: RankPool, world_size: int, case: Case) -> None:
-    ranks(world_size).run(_train_with_options, **case.values)
-
-
-def _train_with_options(group: str, reduce_group: str, **options: Any) -> None:
+@on_ranks("world_size")
+def test_other_options_change_no_result(case: Case) -> None:
+    options = dict(case.values)
+    group, reduce_group = options.pop("group"), options.pop("reduce_group")
     reduce_groups: dict[str, Any] = {
         "default": {},
         "by name": {"process_group_reduce_scatter": ProcessGroupName.default},
