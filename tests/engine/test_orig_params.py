@@ -232,20 +232,6 @@ def test_data_of_another_shape_is_an_error_that_names_it() -> None:
         model(torch.ones(2, 5))
 
 
-@parametrize_pairs(world_size=[1, 2], how=[{}, {"fused": True}, {"foreach": True}])
-@on_ranks("world_size")
-def test_a_step_after_a_forward_without_backward_is_seen(how: dict[str, Any]) -> None:
-    twins = OrigTwins(nested_mlp, partial(one_adamw, **how))
-    inputs = batch(7, 0)
-    for number in range(3):
-        twins.zero()
-        twins.backward(number)
-        twins.sharded(inputs)  # leaves parameters whole, of before the step
-        twins.optimize()
-        torch.testing.assert_close(twins.sharded(inputs), twins.plain(inputs))
-    twins.assert_close_weights()
-
-
 @on_ranks(1, 2)
 def test_whole_parameters_show_what_is_frozen() -> None:
     twins = OrigTwins(half_frozen, one_sgd)

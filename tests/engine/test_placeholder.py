@@ -227,11 +227,6 @@ def test_shape_dtype_and_device_are_those_of_the_weight(shape: tuple[int, ...], 
     assert isinstance(placeholder, Tensor)
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_it_knows_whether_the_weight_is_trained(trained: bool) -> None:
-    assert weight(3, 2, trained=trained).requires_grad is trained
-
-
 def test_it_has_a_length_and_can_be_told_apart() -> None:
     placeholder, other = weight(3, 2), weight(3, 2)
     assert len(placeholder) == 3

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
-from tests.helpers.models import Net, Wrap
+from tests.helpers.models import Net, Wrap, seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -41,50 +41,6 @@ from tests.helpers.twins import (
     toolbox,
     two_forwards_then_backwards,
 )
-
-# Modules that hold their weights in other ways
-
-
-def recurrent() -> nn.Module:
-    return Net(lambda net, x: net.cell(x[None])[0][0], cell=nn.LSTM(5, 5, num_layers=2, batch_first=True))
-
-
-class Listed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(5, 5) / 5) for _ in range(2))
-        self.biases = nn.ParameterDict({"one": nn.Parameter(torch.randn(5))})
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for weight in self.weights:
-            inputs = torch.tanh(inputs @ weight)
-        return inputs + self.biases["one"]
-
-
-def attending() -> nn.Module:
-    return Net(
-        lambda net, x: net.attention(x[None])[0],
-        attention=nn.TransformerEncoderLayer(5, 1, 7, dropout=0.0, batch_first=True),
-    )
-
-
-def tied() -> nn.Module:
-    net = Net(
-        lambda net, x: net.second(torch.tanh(net.first(x))), first=nn.Linear(5, 5), second=nn.Linear(5, 5, bias=False)
-    )
-    net.second.weight = net.first.weight
-    return net
-
-
-def weight_normed() -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
-
-
-@parametrize_pairs(options=OPTIONS, tool=[recurrent, Listed, attending, tied, weight_normed])
-def test_a_unit_of_this_kind(ranks: RankPool, tool: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    make = partial(toolbox, tool=tool)
-    ranks(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)
-
 
 # Modules without parameters
 
@@ -293,17 +249,6 @@ def test_partly_frozen_units_are_freed_one_by_one_in_a_recomputing_backward(opti
         assert all(found <= allowed for found, allowed in zip(whole_tools, most, strict=True)), whole_tools
 
 
-@every_option
-@on_ranks(2)
-def test_a_unit_may_be_frozen_in_the_middle_of_a_training(options: dict[str, Any]) -> None:
-    twins = Twins.of(toolbox, **options)
-    for number in range(6):
-        for model in (twins.sharded, twins.plain):
-            model.tools["b"].requires_grad_(number not in (2, 3))
-        twins.take(number, once)
-    twins.assert_close()
-
-
 def sparse_table() -> nn.Module:
     return nn.Sequential(Whole(), nn.Embedding(7, 5, sparse=True))
 
@@ -334,6 +279,11 @@ class SlottedRecord:
     right: Tensor
 
 
+class Named(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
 class Custom:
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.parts = {"left": [left], "others": Holder(right)}
@@ -344,6 +294,7 @@ PACKINGS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple
     "sequences": (lambda left, right: ([left, "text"], None, deque([right, 1.0])), lambda got: (got[0][0], got[2][0])),
     "mapping": (lambda left, right: {"left": left, 3: (right,)}, lambda got: (got["left"], got[3][0])),
     "slots": (SlottedRecord, lambda got: (got.left, got.right)),
+    "named tuple": (Named, lambda got: (got.left, got.right)),
     "custom object": (Custom, lambda got: (got.parts["left"][0], got.parts["others"].value)),
 }
 
@@ -410,13 +361,8 @@ class Listening(nn.Module):
         return hidden
 
 
-def listening(wrap: Wrap) -> nn.Module:
-    torch.manual_seed(0)
-    return wrap(Listening(wrap))
-
-
 def test_a_unit_may_return_none(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_like_plain, listening, once)
+    ranks(2).run(assert_trains_like_plain, partial(seeded, Listening), once)
 
 
 def passing_on(wrap: Wrap) -> nn.Module:
@@ -455,11 +401,6 @@ def position(whole: bool) -> nn.Module:
     )
 
 
-def positioned(wrap: Wrap, whole: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return wrap(Positioned(wrap, whole))
-
-
 class Positioned(nn.Module):
     def __init__(self, wrap: Wrap, whole: bool) -> None:
         super().__init__()
@@ -473,7 +414,7 @@ class Positioned(nn.Module):
 @every_option
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
 def test_a_unit_may_return_its_parameter(ranks: RankPool, whole: bool, options: dict[str, Any]) -> None:
-    make = partial(positioned, whole=whole)
+    make = partial(seeded, partial(Positioned, whole=whole))
     ranks(2).run(assert_trains_like_plain, make, once, eval_first, inference_mode_first, options=options)
 
 
