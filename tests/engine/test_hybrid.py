@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.helpers.hybrid import (
 from tests.helpers.models import Net, Wrap, nested_mlp, tiny_transformer
 from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
     Training,
@@ -41,7 +42,7 @@ SHAPES = [(2, 2), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4)]
 NAMES = [None, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=7,
     shape=SHAPES,
     how=["mesh", "pair", "machine"],
@@ -51,35 +52,20 @@ NAMES = [None, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZER
     accumulate=[1, 2],
     clip=[None, 0.1],
 )
-def test_trains_as_one_process_does(
-    ranks: RankPool,
-    shape: tuple[int, int],
-    how: str,
-    strategy: ShardingStrategy | None,
-    form: dict[str, Any],
-    bucket_cap_mb: float,
-    accumulate: int,
-    clip: float | None,
-) -> None:
-    if how == "machine":
-        strategy = strategy or ShardingStrategy.HYBRID_SHARD
-    options = {"sharding_strategy": strategy, "bucket_cap_mb": bucket_cap_mb, **form}
-    ranks(shape[0] * shape[1]).run(_train, shape, how, options, accumulate, clip)
-
-
-def _train(
-    shape: tuple[int, int], how: str, options: dict[str, Any], accumulate: int, clip: float | None, **training: Any
-) -> None:
+@on_ranks(lambda case: prod(case.shape))
+def test_trains_as_one_process_does(case: Case) -> None:
+    replicas, shards = case.shape
+    is_machine = case.how == "machine"
+    strategy = case.strategy or (ShardingStrategy.HYBRID_SHARD if is_machine else None)
+    options = {"sharding_strategy": strategy, "bucket_cap_mb": case.bucket_cap_mb, **case.form}
     made: list[nn.Module] = []
-    with machines_of(shape[1]):
-        wrap = fully_sharded(process_group=group_option(how, *shape), **options)
-        training = {"accumulate": accumulate, "clip": clip, **training}
-        assert_parity(partial(_noted, nested_mlp, made), sgd_with_momentum, wrap=wrap, **training)
-    sharded: list[Any] = [model for model in made if hasattr(model, "process_group")]
-    assert len(sharded) == 1
-    for model in sharded:
-        assert (model.world_size, model.replicate_group is not None) == (shape[1], how != "machine" or shape[0] > 1)
-        assert_replicas_agree(model)
+    with machines_of(shards):
+        wrap = fully_sharded(process_group=group_option(case.how, *case.shape), **options)
+        make = partial(_noted, nested_mlp, made)
+        assert_parity(make, sgd_with_momentum, wrap=wrap, **case.only("accumulate", "clip"))
+    (model,) = (model for model in made if hasattr(model, "process_group"))
+    assert (model.world_size, model.replicate_group is not None) == (shards, not is_machine or replicas > 1)
+    assert_replicas_agree(model)
 
 
 def _noted(make: Any, made: list[nn.Module], wrap: Wrap) -> nn.Module:

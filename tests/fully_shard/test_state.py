@@ -81,13 +81,10 @@ def test_state_dicts_have_plain_names_and_dtensors() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], assign=[False, True], form=["dtensors", "whole", "whole_float64"])
-def test_loading_a_state_dict(ranks: RankPool, form: str, assign: bool, world_size: int) -> None:
+@on_ranks("world_size")
+def test_loading_a_state_dict(form: str, assign: bool) -> None:
     if form == "whole_float64" and assign:
         pytest.skip("a parameter that is assigned has the dtype of the value")
-    ranks(world_size).run(_load, form, assign)
-
-
-def _load(form: str, assign: bool) -> None:
     source, _ = trained(ours())
     state = source.state_dict() if form == "dtensors" else full_state(source)
     if form == "whole_float64":
