@@ -36,7 +36,7 @@ from fsdp.layers.optimizer_states import expect_shards_of, refuse_shards_of_othe
 from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.layers.state_requests import require_shards
 from fsdp.layers.verify import require_sharded
-from fsdp.optim_utils.ownership import Cost, OwnedItem, Ownership, matrix_cost
+from fsdp.optim_utils.ownership import Cost, Owned, OwnedItem, Ownership, choose_owners, matrix_cost
 from fsdp.optim_utils.params import Parameters, Place
 from fsdp.optim_utils.state import (
     APART,
@@ -743,14 +743,13 @@ def _plan(
             held = _held(one, original)
             item = OwnedItem(original.name, original.shape, costs, held, one.param.dtype.itemsize)
             by_comm.setdefault(one.comm, []).append(((one, original), item))
-    ranks = {comm: tuple(comm.ranks) for comm in by_comm}
-    plan = Ownership.of({ranks[comm]: [item for _, item in each] for comm, each in by_comm.items()}, sharded)
-    owners = {
-        place: owner
-        for comm, each in by_comm.items()
-        for (place, _), owner in zip(each, plan.owners[ranks[comm]], strict=True)
-    }
-    return plan, owners
+    owned: list[Owned] = []
+    owners: dict[Place, int] = {}
+    for comm, each in by_comm.items():
+        chosen = choose_owners([item for _, item in each], tuple(comm.ranks))
+        owners |= {place: one.owner for (place, _), one in zip(each, chosen, strict=True)}
+        owned += chosen
+    return Ownership(owned, sharded), owners
 
 
 def _made(number: int, group: Mapping[str, Any], members: Sequence[_Member]) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ the number is lower.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,14 +40,23 @@ class OwnedItem(NamedTuple):
     itemsize: int
 
 
-def choose_owners(items: Sequence[OwnedItem], world_size: int) -> list[int]:
-    """Return each item's owner, for items that the same ranks share.
+class Owned(NamedTuple):
+    """A parameter with its owner."""
+
+    item: OwnedItem
+    ranks: tuple[int, ...]  # that share it
+    owner: int  # its place in `ranks`
+
+
+def choose_owners(items: Sequence[OwnedItem], ranks: tuple[int, ...]) -> list[Owned]:
+    """Return items that these ranks share, with their owners.
 
     The most expensive items are assigned first. Candidates for an item are the ranks whose total cost stays within an
     equal share; among them, the rank that holds most of the item becomes the owner. If there is no candidate, the rank
     with the lowest cost becomes the owner. The result depends only on the arguments, and not on the order of the
     items.
     """
+    world_size = len(ranks)
     share = math.fsum(item.cost for item in items) / world_size
     loads = [0.0] * world_size
     owners = [0] * len(items)
@@ -61,31 +70,20 @@ def choose_owners(items: Sequence[OwnedItem], world_size: int) -> list[int]:
             else min(range(world_size), key=lambda rank: (loads[rank], -item.held[rank], rank))
         )
         loads[owners[number]] += item.cost
-    return owners
+    return [Owned(item, ranks, owner) for item, owner in zip(items, owners, strict=True)]
 
 
 @dataclass(frozen=True)
 class Ownership:
     """An `Ownership` says which rank steps which whole parameters; `str` has a table."""
 
-    items: Mapping[tuple[int, ...], Sequence[OwnedItem]]  # by the ranks that share them
-    owners: Mapping[tuple[int, ...], Sequence[int]]  # in the same order, the number of the owner among those
+    owned: Sequence[Owned]
     sharded: Sequence[str] = ()  # the names of parameters that every rank steps its own elements of
-
-    @classmethod
-    def of(cls, items: Mapping[tuple[int, ...], Sequence[OwnedItem]], sharded: Sequence[str] = ()) -> Ownership:
-        owners = {ranks: choose_owners(each, len(ranks)) for ranks, each in items.items()}
-        return cls(items, owners, sharded)
-
-    def _placed(self) -> Iterable[tuple[OwnedItem, tuple[int, ...], int]]:
-        for ranks, items in self.items.items():
-            for item, owner in zip(items, self.owners[ranks], strict=True):
-                yield item, ranks, owner
 
     @property
     def owner_of(self) -> dict[str, int]:
         """Return the owner of each parameter by its name, numbered among all ranks."""
-        return {item.name: ranks[owner] for item, ranks, owner in self._placed()}
+        return {item.name: ranks[owner] for item, ranks, owner in self.owned}
 
     @property
     def costs(self) -> dict[int, float]:
@@ -98,15 +96,15 @@ class Ownership:
         return {rank: int(numel) for rank, numel in self._summed(lambda item: item.shape.numel()).items()}
 
     def _summed(self, amount: Callable[[OwnedItem], float]) -> dict[int, float]:
-        found = {rank: 0.0 for ranks in self.items for rank in ranks}
-        for item, ranks, owner in self._placed():
+        found = {rank: 0.0 for one in self.owned for rank in one.ranks}
+        for item, ranks, owner in self.owned:
             found[ranks[owner]] += amount(item)
         return found
 
     def received(self, rank: int) -> int:
         """Return the bytes that a rank receives in a step: gradients of owned parameters, and values of shards."""
         total = 0
-        for item, ranks, owner in self._placed():
+        for item, ranks, owner in self.owned:
             if rank in ranks:
                 own = item.held[ranks.index(rank)]
                 total += (item.shape.numel() - own if ranks[owner] == rank else own) * item.itemsize
@@ -115,7 +113,7 @@ class Ownership:
     def __str__(self) -> str:
         total = math.fsum(self.costs.values()) or 1.0
         rows = [("parameter", "shape", "owner", "cost", "owner has of it")]
-        for item, ranks, owner in sorted(self._placed(), key=lambda one: (-one[0].cost, one[0].name)):
+        for item, ranks, owner in sorted(self.owned, key=lambda one: (-one[0].cost, one[0].name)):
             part = item.held[owner] / max(item.shape.numel(), 1)
             shape = " x ".join(map(str, item.shape)) or "1 (0-d)"
             rows.append((item.name, shape, f"rank {ranks[owner]}", f"{item.cost / total:.1%}", f"{part:.0%}"))

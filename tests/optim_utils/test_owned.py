@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer
+from fsdp.optim_utils.ownership import Ownership
 from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import assert_replicas_agree, group_option, mesh_of
 from tests.helpers.on_ranks import on_ranks
@@ -49,6 +50,16 @@ def test_muon_by_owners_beside_sharded_adamw(form: str) -> None:
 
 
 # Ways to train
+
+
+@on_ranks(2)
+def test_units_may_have_process_groups_of_the_same_ranks() -> None:
+    inner = FullyShardedDataParallel(nn.Linear(4, 3), process_group=dist.new_group([0, 1]), use_orig_params=True)
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(3, 2, bias=False)), use_orig_params=True)
+    optimizer = owned(model, [{"optimizer": torch.optim.AdamW}])
+    assert sorted(optimizer.plan.owner_of) == ["0.bias", "0.weight", "1.weight"]
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
 
 
 @on_ranks(3)
@@ -410,17 +421,12 @@ def test_bytes_are_as_planned(form: str) -> None:
 
 
 def _owned_shapes(optimizer: OwnedOptimizer) -> list[torch.Size]:
-    return [item.shape for items in optimizer.plan.items.values() for item in items if item.name != "frozen.weight"]
+    return [one.item.shape for one in optimizer.plan.owned if one.item.name != "frozen.weight"]
 
 
 def _received_for(optimizer: OwnedOptimizer, name: str) -> int:
     """The bytes that the plan has for one parameter, which is frozen and does not travel."""
-    rank, found = dist.get_rank(), 0
-    for ranks, items in optimizer.plan.items.items():
-        for item, owner in zip(items, optimizer.plan.owners[ranks], strict=True):
-            if item.name == name:
-                found = item.shape.numel() - item.held[rank] if ranks[owner] == rank else item.held[rank]
-    return found * 4
+    return Ownership([one for one in optimizer.plan.owned if one.item.name == name]).received(dist.get_rank())
 
 
 @on_ranks(2)
