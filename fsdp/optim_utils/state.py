@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -304,19 +304,27 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state as it was before `flat_state`; ValueError for keys that are none of its."""
-    found: dict[str, Any] = {}
+    leaves = []
     for key, value in state.items():
         match = _NESTED.fullmatch(key)
         path = [(dict, key)] if match is None else [(dict, match[1]), *_steps_in(key, match[2])]
-        inside = found
-        for (_, at), (kind, _) in pairwise(path):
-            inside = inside.setdefault(at, _Steps(kind))
-            if not isinstance(inside, _Steps) or inside.kind is not kind:
-                raise ValueError(f"a key {key[:100]!r} of an optimizer's state contradicts another key")
-        if path[-1][1] in inside:
-            raise ValueError(f"a key {key[:100]!r} of an optimizer's state contradicts another key")
-        inside[path[-1][1]] = value
-    return {key: _built(value) for key, value in found.items()}
+        leaves.append((path, key, value))
+    return _nested(leaves) if leaves else {}
+
+
+def _nested(leaves: Sequence[tuple[Sequence[tuple[type, Any]], str, Any]]) -> Any:
+    """Return the container of some leaves, each with its path inside; a single leaf without a path is a value."""
+    path, key, value = leaves[-1]
+    kind, *others = {path[0][0] if path else None for path, _, _ in leaves}
+    if others or (kind is None and len(leaves) > 1):
+        raise ValueError(f"a key {key[:100]!r} of an optimizer's state contradicts another key")
+    if kind is None:
+        return value
+    parts: dict[Any, list[Any]] = {}
+    for ((_, place), *inside), key, value in leaves:
+        parts.setdefault(place, []).append((inside, key, value))
+    built = {place: _nested(each) for place, each in parts.items()}
+    return built if kind is dict else kind(built[place] for place in sorted(built))
 
 
 def _steps_in(key: str, text: str) -> Iterator[tuple[type, Any]]:
@@ -332,21 +340,6 @@ def _steps_in(key: str, text: str) -> Iterator[tuple[type, Any]]:
         if type(read) not in (str, int):
             raise ValueError(f"a key {key[:100]!r} of an optimizer's state has braces without a name or number")
         yield dict, read
-
-
-class _Steps(dict[Any, Any]):
-    """The parts of a list, tuple or mapping that is being put together, by their places."""
-
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self.kind = kind
-
-
-def _built(value: Any) -> Any:
-    if not isinstance(value, _Steps):
-        return value
-    parts = {at: _built(each) for at, each in value.items()}
-    return parts if value.kind is dict else value.kind(parts[at] for at in sorted(parts))
 
 
 class Elements(NamedTuple):
