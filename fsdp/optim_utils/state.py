@@ -314,7 +314,7 @@ def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _nested(leaves: Sequence[tuple[Sequence[tuple[type, Any]], str, Any]]) -> Any:
     """Return the container of some leaves, each with its path inside; a single leaf without a path is a value."""
-    path, key, value = leaves[-1]
+    _, key, value = leaves[-1]
     kind, *others = {path[0][0] if path else None for path, _, _ in leaves}
     if others or (kind is None and len(leaves) > 1):
         raise ValueError(f"a key {key[:100]!r} of an optimizer's state contradicts another key")
