@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ class EMA(AveragedModel):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")
         require_values(model, "make an EMA")
-        super().__init__(model, multi_avg_fn=_average_of(decay), use_buffers=use_buffers)
-        self.decay = decay
+        super().__init__(model, multi_avg_fn=partial(_average, decay), use_buffers=use_buffers)
         self.module.requires_grad_(False)
 
     def update_parameters(self, model: nn.Module) -> None:
@@ -59,13 +59,6 @@ class EMA(AveragedModel):
                 "which they call"
             )
         super().update_parameters(_plain_parent(model))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"multi_avg_fn": None}  # a function that pickle does not find by name
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.multi_avg_fn = _average_of(self.decay)
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
@@ -107,19 +100,14 @@ def _plain_parent(model: nn.Module) -> nn.Module:
     return nn.ModuleList([model])
 
 
-def _average_of(decay: float) -> Callable[..., None]:
-    average = get_ema_multi_avg_fn(decay)
-
-    @torch.no_grad()
-    def update(averages: Sequence[Tensor], weights: Sequence[Tensor], count: Any) -> None:
-        # torch does not mix `DTensor`s and plain tensors, such as buffers and ignored parameters.
-        averages, weights = [*map(local_part, averages)], [*map(local_part, weights)]
-        if averages[0].is_floating_point() or averages[0].is_complex():
-            average(averages, weights, count)
-        else:  # integers and bytes of quantised parameters have no average
-            torch._foreach_copy_(averages, weights)
-
-    return update
+@torch.no_grad()
+def _average(decay: float, averages: Sequence[Tensor], weights: Sequence[Tensor], count: Any) -> None:
+    # torch does not mix `DTensor`s and plain tensors, such as buffers and ignored parameters.
+    averages, weights = [*map(local_part, averages)], [*map(local_part, weights)]
+    if averages[0].is_floating_point() or averages[0].is_complex():
+        get_ema_multi_avg_fn(decay)(averages, weights, count)
+    else:  # integers and bytes of quantised parameters have no average
+        torch._foreach_copy_(averages, weights)
 
 
 @torch.no_grad()
