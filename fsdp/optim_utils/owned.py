@@ -124,11 +124,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
         done_by_all([root.everyone], _MAKE, read)
         self._by_key = {one.key: one for one in self._each()}
-        self._is_ready = False
         listed = [list(dict.fromkeys(one.listed.param for one in members)) for members in self._members]
         options = [options_of(optimizer.param_groups[0]) for optimizer in self.optimizers]
         super().__init__([{**o, "params": params} for o, params in zip(options, listed, strict=True)], {})
-        self._is_ready = True
         # Schedulers that cycle momentum look for its name in the defaults, and write it to all groups.
         common = set.intersection(*map(set, options))
         self.defaults = {key: value for key, value in options[0].items() if key in common}
@@ -148,7 +146,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise NotImplementedError once the optimizer is made: owners are chosen for all groups together."""
-        if self._is_ready:
+        if len(self.param_groups) == len(self.optimizers):
             raise NotImplementedError(
                 "an OwnedOptimizer gets no more groups: owners are chosen for all groups together. Create another "
                 "optimizer with all groups, and load this optimizer's state into it "
@@ -407,8 +405,7 @@ class _Member:
         param = self.stepped.param
         if self.stepped.is_here:
             elements, gradient = self.elements, self.gradient if with_gradient else None
-            if param.data_ptr() != elements.data_ptr() or param.dtype != elements.dtype or not param.numel():
-                param.data = elements.view(param.shape)
+            param.data = elements.view(param.shape)
             if gradient is not None:
                 param.grad_dtype = gradient.dtype
             param.grad = None if gradient is None else gradient.view(param.shape)
