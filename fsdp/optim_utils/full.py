@@ -33,7 +33,7 @@ def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
 class Given:
     """A `Given` is a full dictionary, read for a model."""
 
-    states: dict[Place, dict[str, Any]]  # of each original parameter that has any
+    states: dict[Place, dict[str, Any]]  # of each original parameter that has any; not the given dictionaries
     groups: list[tuple[dict[str, Any], list[Place]]]  # the options of each, and the parameters in it
     beside: dict[str, Any]  # the dictionary's other keys
     remedy: str = ""  # for a tensor that is not of its parameter's shape
@@ -132,7 +132,7 @@ def given(params: Parameters, full: Any) -> Given:
         return place
 
     states = {place_of(key): state for key, state in full["state"].items()}
-    states = {place: flat_state(state) if place[0].is_owned else state for place, state in states.items()}
+    states = {place: flat_state(state) if place[0].is_owned else dict(state) for place, state in states.items()}
     groups = [
         (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
         for group in full["param_groups"]
@@ -187,20 +187,18 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     if is_wrapped:
         params = parameters_of(model, "rekey an optimizer state")
         numbers = {name: params.numbers[original] for name, (_, original) in params.by_name.items()}
-        first = {number: original.name for number, (_, original) in params.by_number.items()}
         ids = {one: number for number, one in enumerate(params.listed)}
         local = {number: ids[one] for number, (one, _) in params.by_number.items()}
-        first = {number: first[number] for number in params.in_order}
+        first = params.names
     else:
         numbers = _numbers_of_module(model, optim)
         first = {number: name for name, number in numbers.items()}
-    table: dict[Any, Any] = dict(numbers) if by_names else dict(first)
+    known: Mapping[Any, Any] = numbers if by_names else first
     if by_names is goes_on_by_names:
-        table = {key: key for key in table}
-    if by_names:
-        others = {key: plain_name(key) for key in _keys_in(full) if key not in table}
-        table |= {key: table[name] for key, name in others.items() if name in table}
-    lacking = [key for key in dict.fromkeys(_keys_in(full)) if key not in table]
+        known = {key: key for key in known}
+    keys = dict.fromkeys(_keys_in(full))
+    table = {key: known.get(key, known.get(plain_name(key)) if by_names else None) for key in keys}
+    lacking = [key for key, new in table.items() if new is None]
     if lacking:
         raise ValueError(f"the optimizer state has parameters that the model has not: {some_of(map(repr, lacking))}")
     state = {table[key]: dict(entry) for key, entry in full["state"].items()}

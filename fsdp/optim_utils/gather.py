@@ -223,9 +223,7 @@ def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | Non
         return None
     id_map = {number: ids.get(one) if one in stream.shared else None for number, (one, _) in params.by_number.items()}
     uncollected = [number for one, number in ids.items() if one.is_uncollected]
-    # In the order in which the model lists them, by which loading knows whether the optimizer has them in this order.
-    names = {number: params.by_number[number][1].name for number in params.in_order}
-    return found | dict(zip(ADDED, (id_map, uncollected, names), strict=True))
+    return found | dict(zip(ADDED, (id_map, uncollected, params.names), strict=True))
 
 
 @during("full_optim_state_dict()")

@@ -85,9 +85,12 @@ class Parameters:
         return found
 
     @property
-    def in_order(self) -> list[int]:
-        """Return the numbers in the order of ``wrapper.parameters()``."""
-        return [self.numbers[original] for one in self.listed for original in one.originals]
+    def names(self) -> dict[int, str]:
+        """Return the names by number, in the order of ``wrapper.parameters()``.
+
+        From this order, loading knows whether the optimizer has its parameters in the order of its model.
+        """
+        return {self.numbers[original]: original.name for one in self.listed for original in one.originals}
 
     def named(self, name: str) -> Place | None:
         """Return the original of a name, which may have path parts of wrappers; None if the model has none."""

@@ -56,7 +56,8 @@ def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     params = parameters_of(model, "shard an optimizer state")
     read = given(params, full)
     plans, groups = plans_for(params, read), groups_as_saved(params, read)
-    states = shard_states(plans, read, is_consumed=True)
+    full["state"] = {}  # so that each unsharded tensor is freed when it has been sharded
+    states = shard_states(plans, read)
     full |= dictionary_of(groups, states, lambda one: state_of(one.param))
     for key in ADDED:
         full.pop(key, None)
@@ -151,22 +152,15 @@ def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kin
 
 
 @torch.no_grad()
-def shard_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
-    """Return this rank's shards of all state, in separate tensors on the host or on disk.
-
-    With `is_consumed`, sharded state is removed from `full`, so that its memory is released progressively.
-    """
+def shard_states(plans: Plans, full: Given) -> dict[OptimParam, dict[str, Any]]:
+    """Return this rank's shards of all state, in separate tensors on the host or on disk; `full` loses its tensors."""
     found = {}
     for one, kinds in plans.items():
 
         def vector_of(original: Original, key: str, one: OptimParam = one) -> Tensor:
-            state = full.states[one, original]
-            return one.local_vector(original, state.pop(key) if is_consumed else state[key])
+            return one.local_vector(original, full.states[one, original].pop(key))
 
         found[one] = _state(one, kinds, _shards_of(one, kinds, vector_of, HOST))
-        if is_consumed:
-            for original in one.originals:
-                full.states[one, original].clear()
     return found
 
 
