@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator, Pending
 from fsdp.distributed.devices import is_host
-from fsdp.weights.plan import ALIGN, Holding, Run, WeightPlan
+from fsdp.weights.plan import Holding, Run, WeightPlan, aligned
 
 
 class Shards:
@@ -114,7 +114,7 @@ class Assembly:
     def _sizes(self, number: int) -> list[int]:
         """Return the bytes of the parts of a bucket that this rank sends and receives, aligned for all dtypes."""
         parts = [*(part for part, _ in self._outgoing), *self._incoming.values()]
-        return [-(-self._plan.packed_nbytes(self._runs(number, part)) // ALIGN) * ALIGN for part in parts]
+        return [aligned(self._plan.packed_nbytes(self._runs(number, part))) for part in parts]
 
     def _runs(self, number: int, part: Holding) -> list[Run]:
         key = (number, id(part))

@@ -20,7 +20,6 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Form(IntEnum):
-    NOTHING = auto()
     ELEMENTS = auto()
     RUNS = auto()
     ALL = auto()
@@ -93,10 +92,10 @@ def changes(before: Tensor, after: Tensor, width: int) -> Tensor:
         _Form.ELEMENTS: [steps.view(torch.uint8), values],
         _Form.RUNS: [runs.view(torch.uint8), values],
     }
-    form = min(forms, key=lambda each: sum(map(len, forms[each]))) if len(places) else _Form.NOTHING
+    form = min(forms, key=lambda each: sum(map(len, forms[each])))
     wide = {_Form.ELEMENTS: steps, _Form.RUNS: runs}.get(form, after).itemsize
     head = _HEAD.pack(form, width, wide, _checksum(after), len(places), len(starts))
-    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *forms.get(form, ())])
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *forms[form]])
 
 
 def apply_changes(encoded: Tensor, part: Tensor, what: str) -> None:
@@ -106,7 +105,7 @@ def apply_changes(encoded: Tensor, part: Tensor, what: str) -> None:
         body = encoded[_HEAD.size :]
         if form == _Form.ALL:
             part.copy_(body)
-        elif form != _Form.NOTHING:
+        else:
             numbers = count if form == _Form.ELEMENTS else 2 * runs
             distances = body[: numbers * wide].clone().view(_UNSIGNED[wide]).long()
             places = distances[: len(distances) if form == _Form.ELEMENTS else runs].cumsum(0)

@@ -155,7 +155,7 @@ class WeightPlan:
             tensor = self.tensors[piece.tensor]
             rows = Box.rows(piece.first, piece.first + piece.rows, tensor.sizes)
             for held, start, common in shares(tensor, holding.get(piece.tensor), rows):
-                at = _aligned(at, tensor.dtype.itemsize)
+                at = aligned(at, tensor.dtype.itemsize)
                 start += (common.offsets[0] - held.offsets[0]) * math.prod(held.sizes[1:])
                 box = Box((common.offsets[0] - piece.first, *common.offsets[1:]), common.sizes)
                 found.append(Run(piece, box, start, at))
@@ -274,7 +274,8 @@ def shares(tensor: PlannedTensor, held: Held | None, wanted: Box) -> list[Share]
     return found
 
 
-def _aligned(nbytes: int, align: int) -> int:
+def aligned(nbytes: int, align: int = ALIGN) -> int:
+    """Return the next multiple of a number of bytes."""
     return -(-nbytes // align) * align
 
 
@@ -293,7 +294,7 @@ def in_buckets(
     for bundle in sorted(bundles, key=min):
         nbytes = 0
         for number in bundle:
-            nbytes = _aligned(nbytes, ALIGN) + tensors[number].nbytes
+            nbytes = aligned(nbytes) + tensors[number].nbytes
         if nbytes <= bucket_bytes:
             items.append(_Item(nbytes, [(number, 0, tensors[number].sizes[0]) for number in bundle]))
         elif len(bundle) > 1:
@@ -320,13 +321,13 @@ def _first_fit(tensors: Sequence[PlannedTensor], items: Sequence[_Item], bucket_
     filled: list[int] = []
     buckets: list[list[Piece]] = []
     for nbytes, rows in items:
-        fits = (number for number, used in enumerate(filled) if _aligned(used, ALIGN) + nbytes <= bucket_bytes)
+        fits = (number for number, used in enumerate(filled) if aligned(used) + nbytes <= bucket_bytes)
         place = next(fits, len(buckets))
         if place == len(buckets):
             buckets.append([])
             filled.append(0)
         for number, first, count in rows:
-            offset = _aligned(filled[place], ALIGN)
+            offset = aligned(filled[place])
             buckets[place].append(Piece(number, first, count, offset))
             filled[place] = offset + count * tensors[number].row_nbytes
     return buckets

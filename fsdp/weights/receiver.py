@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp.weights.changes import apply_changes
 from fsdp.weights.links import CHANGES_BYTES, Kind, Link, accept, is_shared_memory, key_of, listening, text_of
-from fsdp.weights.plan import ALIGN, WeightPlan
+from fsdp.weights.plan import WeightPlan, aligned
 
 _HANDSHAKE = 10.0  # seconds, of a process that connects and says nothing
 
@@ -117,7 +117,7 @@ class Update:
     def _sizes(self, number: int) -> list[int]:
         """Return the most bytes that each rank sends of a bucket, aligned for all dtypes."""
         parts = (self.plan.packed_nbytes(self.plan.runs(number, part)) for part in self.plan.parts)
-        return [-(-nbytes // ALIGN) * ALIGN + CHANGES_BYTES for nbytes in parts]
+        return [aligned(nbytes) + CHANGES_BYTES for nbytes in parts]
 
     def _start(self, pool: ThreadPoolExecutor, number: int, staging: Tensor) -> list[Future[Tensor]]:
         """Start to receive the parts of a bucket from all ranks at once, so that no rank waits for another rank."""

@@ -134,10 +134,7 @@ def stream_weights(
     """
     units, ranks = ready(model, _WHAT)
     with torch.no_grad(), buffers_in_own_precision(units if buffers else ()):
-
-        def settings() -> Settings:
-            return Settings(bucket_bytes, dtype, rename, tuple(together), only, bool(buffers))
-
+        settings = partial(Settings, bucket_bytes, dtype, rename, together, only, bool(buffers))
         stream = Stream(model, units, ranks, sink, settings, since)
         try:
             return stream.run()
