@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,30 +51,23 @@ from fsdp.optim_utils.state import (
 WINDOW = 2**25
 
 _WHAT = "gather its optimizer state"
+_T = TypeVar("_T")
 
 
-class Window:
-    """A `Window` is a queue of tensors on their way, of at most `WINDOW` bytes together."""
+def in_window(jobs: Iterable[tuple[int, Callable[[], Callable[[], _T]]]]) -> Iterator[_T]:
+    """Yield results in order, of jobs that are begun ahead as long as their tensors have at most `WINDOW` bytes.
 
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._ahead: deque[tuple[Callable[[], Any], int]] = deque()
-
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether another tensor may be sent before the oldest tensor has arrived."""
-        return not self._ahead or self._bytes + nbytes <= WINDOW
-
-    def add(self, finish: Callable[[], Any], nbytes: int) -> None:
-        self._ahead.append((finish, nbytes))
-        self._bytes += nbytes
-
-    def first(self) -> Any:
-        finish, nbytes = self._ahead.popleft()
-        self._bytes -= nbytes
-        return finish()
-
-    def __bool__(self) -> bool:
-        return bool(self._ahead)
+    A job is a number of bytes, and a function that begins to send and receive, and returns a function that waits.
+    """
+    nbytes_ahead, ahead = 0, deque[tuple[int, Callable[[], _T]]]()
+    for nbytes, begin in jobs:
+        while ahead and nbytes_ahead + nbytes > WINDOW:
+            nbytes_ahead -= ahead[0][0]
+            yield ahead.popleft()[1]()
+        ahead.append((nbytes, begin()))
+        nbytes_ahead += nbytes
+    while ahead:
+        yield ahead.popleft()[1]()
 
 
 class OptimStream:
@@ -120,26 +115,19 @@ class OptimStream:
 
     def tensors(self) -> Iterator[tuple[Original, str, Tensor]]:
         """Collective. Yield parameter, key and tensor, as `stream_optim_state`; left early, the rest is dropped."""
-        window = Window()
-        left = deque(
-            (one, original, key, kind)
-            for one, original in self.params.by_number.values()
-            for key, kind in (self.shared[one].kinds.items() if one in self.shared else ())
-            if isinstance(kind, Elements)
-        )
 
-        def next_one() -> tuple[Original, str, Tensor]:
-            while left and window.has_room(_nbytes(left[0])):
-                window.add(self._post(*left[0]), _nbytes(left[0]))
-                left.popleft()
-            return window.first()
+        def jobs() -> Iterator[tuple[int, Callable[[], Callable[[], tuple[Original, str, Tensor]]]]]:
+            for one, original in self.params.by_number.values():
+                for key, kind in self.shared[one].kinds.items() if one in self.shared else ():
+                    if isinstance(kind, Elements):
+                        nbytes = (kind.shape or original.shape).numel() * kind.dtype.itemsize
+                        yield nbytes, partial(self._post, one, original, key, kind)
 
+        tensors = in_window(jobs())
         try:
-            while left or window:
-                yield next_one()
+            yield from chain(tensors)  # which are not closed with this generator
         except GeneratorExit:  # the other ranks wait for this rank's messages
-            while left or window:
-                next_one()
+            deque(tensors, maxlen=0)
             raise
         finally:
             for comm in self._receivers:  # all that was sent has arrived: the state may be changed
@@ -182,11 +170,6 @@ class OptimStream:
             return original, key, tensor.cpu()
 
         return finish
-
-
-def _nbytes(entry: tuple[OptimParam, Original, str, Elements]) -> int:
-    _, original, _, kind = entry
-    return (kind.shape or original.shape).numel() * kind.dtype.itemsize
 
 
 def stream_optim_state(

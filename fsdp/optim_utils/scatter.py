@@ -8,7 +8,7 @@ is sharded in the same way as the parameter.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from fsdp.layers.optimizer_states import keys_with_elements, sign
 from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.layers.state_requests import FirstRank
 from fsdp.optim_utils.full import ADDED, Given, given
-from fsdp.optim_utils.gather import Window
+from fsdp.optim_utils.gather import in_window
 from fsdp.optim_utils.params import Parameters, held_by, parameters_of, root_of
 from fsdp.optim_utils.state import (
     APART,
@@ -320,22 +320,21 @@ def deal_states(
     The tensors of the optimizer's current state (`present`) are reused if they fit.
     """
     shards: dict[OptimParam, dict[str, Tensor]] = {one: {} for one in plans}
-    window = Window()
-    for one, kinds in plans.items():
-        for key, kind in kinds.items():
-            if not isinstance(kind, Elements):
-                continue
-            nbytes = one.param.numel() * one.comm.world_size * kind.dtype.itemsize
-            while not window.has_room(nbytes):
-                window.first()
-            made = shards[one][key] = one.memory(present(one).get(key), kind.dtype, kind.shape)
-            values = [full.states[one, original].get(key) for original in one.originals]
-            if (one.comm, one.replicas) == tuple(source.ranks):
-                window.add(_deal(one, made, values, kind.shape), nbytes)
-            else:  # a separate group, which reaches rank 0 only through other groups
-                _share(one, made, values, source, kind.shape)
-    while window:
-        window.first()
+
+    def jobs() -> Iterator[tuple[int, Callable[[], Callable[[], None]]]]:
+        for one, kinds in plans.items():
+            for key, kind in kinds.items():
+                if isinstance(kind, Elements):
+                    made = shards[one][key] = one.memory(present(one).get(key), kind.dtype, kind.shape)
+                    values = [full.states[one, original].get(key) for original in one.originals]
+                    if (one.comm, one.replicas) == tuple(source.ranks):
+                        nbytes = one.param.numel() * one.comm.world_size * kind.dtype.itemsize
+                        yield nbytes, partial(_deal, one, made, values, kind.shape)
+                    else:  # a separate group, which reaches rank 0 only through other groups
+                        _share(one, made, values, source, kind.shape)
+
+    for _ in in_window(jobs()):
+        pass
     for comm in source.ranks:
         comm.settle()
     release(params.listed)
@@ -344,7 +343,7 @@ def deal_states(
 
 def _deal(
     one: OptimParam, made: Tensor, values: Sequence[Tensor | None], shape: torch.Size | None
-) -> Callable[[], Any]:
+) -> Callable[[], None]:
     """Begin to send to each rank the elements of its shard."""
     comm = one.comm
     arriving = made if made.device == one.device else torch.empty_like(made, device=one.device)
