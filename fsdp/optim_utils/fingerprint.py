@@ -67,9 +67,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
         parts = done_by_all([root.everyone], _DOING, lambda: parts_of(model, root, optimizer))
         own = (together(part for part in parts if not part.is_copy), together(part for part in parts if part.is_copy))
         heard = from_everyone(root.everyone, own)
-    copies = [copy for _, copy in heard]
-    total = sum(part for part, _ in heard) + (copies[0] if len(set(copies)) == 1 else text_bits(str(copies)))
-    return f"{total & _MASK:016x}"
+    return f"{_combined((part for part, _ in heard), [copy for _, copy in heard]):016x}"
 
 
 def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | None = None) -> list[Part]:
@@ -175,9 +173,14 @@ def merged(by_rank: Sequence[Sequence[Part]]) -> dict[tuple[str, str], int]:
     found = {}
     for names, parts in every.items():
         copies = [part.bits for part in parts if part.is_copy]
-        same = copies[0] if len(set(copies)) == 1 else text_bits(str(copies)) if copies else 0
-        found[names] = (sum(part.bits for part in parts if not part.is_copy) + same) & _MASK
+        found[names] = _combined((part.bits for part in parts if not part.is_copy), copies)
     return found
+
+
+def _combined(parts: Iterable[int], copies: Sequence[int]) -> int:
+    """Add the numbers of all ranks; copies count once if they are equal."""
+    same = copies[0] if len(set(copies)) == 1 else text_bits(str(copies)) if copies else 0
+    return (sum(parts) + same) & _MASK
 
 
 def together(parts: Iterable[Part]) -> int:
