@@ -104,6 +104,7 @@ class OuterOptimizer:
             )
         self.every, self.lr, self.momentum, self.fragments, self.steps = every, lr, momentum, fragments, 0
         self._optimizer = optimizer
+        self._params = params
         size, more = divmod(len(params), fragments)
         ends = [number * size + min(number, more) for number in range(fragments + 1)]
         self._fragments = [params[begin:end] for begin, end in itertools.pairwise(ends)]
@@ -194,12 +195,12 @@ class OuterOptimizer:
             self._require_own(optimizer)
             # torch's optimizers but SGD take no state of a parameter that lacks their own.
             takes_all = isinstance(optimizer, torch.optim.SGD) or not any(optimizer.state.values())
-            found = [param for param in self._listed() if takes_all or optimizer.state.get(param)]
+            found = [param for param in self._params if takes_all or optimizer.state.get(param)]
             self._require_nothing_else(found)
             return found
 
         with during("OuterOptimizer.stored_in()"):
-            everyone = [runtime.root.everyone for runtime, _ in _sharding(self._listed())]
+            everyone = [runtime.root.everyone for runtime, _ in _sharding(self._params)]
             stored = done_by_all(dict.fromkeys(everyone), "store the state of an OuterOptimizer", find)
         for param in stored:
             for key, held in ((_ANCHOR, self._anchors), (_MOMENTUM, self._momenta)):
@@ -244,7 +245,7 @@ class OuterOptimizer:
             RuntimeError: on every rank, if replicas have loaded states of different exchanges.
         """
         self._require_own(optimizer)
-        for param in self._listed():
+        for param in self._params:
             state = optimizer.state.get(param, {})
             anchor, momentum, steps = (state.pop(key, None) for key in _KEYS)
             self._anchors[id(param)].copy_(_values(param if anchor is None else anchor))
@@ -266,7 +267,7 @@ class OuterOptimizer:
     def _require_nothing_else(self, stored: Sequence[Any]) -> None:
         """Raise RuntimeError if parameters that are not stored have changed in exchanges."""
         known = set(map(id, stored))
-        for number, param in enumerate(self._listed()):
+        for number, param in enumerate(self._params):
             if id(param) not in known and self._momenta[id(param)].any():
                 name = getattr(param, "fqn", None) or ", ".join(getattr(param, "_names", ())) or f"number {number}"
                 raise RuntimeError(
@@ -274,9 +275,6 @@ class OuterOptimizer:
                     "taken no step with it, and other replicas have changed it: its outer momentum cannot be stored. "
                     "Take a step with zeros as its gradient (param.grad = torch.zeros_like(param)) first"
                 )
-
-    def _listed(self) -> list[Any]:
-        return [param for params in self._fragments for param in params]
 
     def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self._optimizer:

@@ -50,8 +50,12 @@ class OptimParam:
     handle: FlatParamHandle | None  # of the flat parameter; None for a parameter that is not sharded
     originals: tuple[Original, ...]  # the parameters in it
     is_uncollected: bool = False  # its state is not to be gathered
+    owner: int | None = None  # the number in `comm` of the rank that has all of it
 
-    is_owned = False  # True if a single rank has all of it, with state of any shape
+    @property
+    def is_owned(self) -> bool:
+        """Return whether a single rank has all of it, with state of any shape."""
+        return self.owner is not None
 
     @property
     def comm(self) -> Communicator:
@@ -145,12 +149,6 @@ class SteppedParam(OptimParam):
     Ownership is therefore an ordinary layout: a single rank has all elements of an owned parameter, and other ranks
     have none. On these ranks `param` is on the meta device.
     """
-
-    owner: int | None = None  # its number in `comm`; None if every rank steps its own elements
-
-    @property
-    def is_owned(self) -> bool:  # type: ignore[override]
-        return self.owner is not None
 
     @property
     def is_here(self) -> bool:
