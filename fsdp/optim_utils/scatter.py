@@ -146,7 +146,7 @@ def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kin
             )
         state = states[one, original]
         kinds[original] = kinds_of(
-            original.name, state, original.shape, "the parameter", has_elements, full.remedy, one.is_owned
+            original.name, state, original.shape, has_elements, remedy=full.remedy, is_owned=one.is_owned
         )
     return common_kinds(kinds)
 
@@ -498,9 +498,7 @@ def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[Opti
                         f"the optimizer's state '{key}' of {original.name} is a {type(value).__name__}: only "
                         f"plain tensors and numbers can be sharded. {_ANEW}"
                     )
-            of_each[original] = kinds_of(
-                original.name, state, one.local_shape(original), has_elements=has_elements, remedy=_ANEW
-            )
+            of_each[original] = kinds_of(original.name, state, one.local_shape(original), has_elements, remedy=_ANEW)
         kinds[one] = common_kinds(of_each) if of_each else {}
     return kinds
 

@@ -400,8 +400,8 @@ def kinds_of(
     name: str,
     state: Mapping[str, Any],
     shape: torch.Size,
+    has_elements: Mapping[str, bool],
     whose: str = "the parameter",
-    has_elements: Mapping[str, bool] | None = None,
     remedy: str = ELEMENTWISE,
     is_owned: bool = False,
 ) -> Kinds:
@@ -410,8 +410,6 @@ def kinds_of(
     Messages use `whose` as its name, and contain a `remedy` for a tensor that is neither of this shape nor a number.
     `has_elements` is as for `is_number`.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the optimizer's state of {name} is a {type(state).__name__} and no mapping")
     kinds: Kinds = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -489,8 +487,8 @@ def own_kinds(
                     f"Tensor, which neither files nor full states support. Save optimizer.state_dict() on every rank, "
                     "and load it with the same number of ranks."
                 )
-        shape, whose = one.param.shape, "this rank's shard of it"
-        kinds = kinds_of(one.name, state, shape, whose, has_elements, is_owned=one.is_owned)
+        whose = "this rank's shard of it"
+        kinds = kinds_of(one.name, state, one.param.shape, has_elements, whose, is_owned=one.is_owned)
         if one.handle is not None:
             one.handle.storage.check_readable(f"{doing} the optimizer's state of {one.name}", state.values())
         is_on = any(one.interval(original, one.comm.rank) is not None for original in one.originals)

@@ -98,8 +98,8 @@ class Assembly:
         self._incoming = {
             places[source]: self._only(self._plan.parts[source], sent(source, rank)) for source in sources
         }
-        self._part = {number: own[number] for number in self._plan.parts[rank]}
-        self._outgoing = [(self._only(self._part, numbers), targets) for numbers, targets in outgoing.items()]
+        part = {number: own[number] for number in self._plan.parts[rank]}
+        self._outgoing = [(self._only(part, numbers), targets) for numbers, targets in outgoing.items()]
         numbers = range(len(self._plan.buckets))
         self._is_direct = all(self._plan.is_direct(number, part) for number in numbers for part in self._plan.parts)
         # A copy of an offloaded shard, and a send that reads it, are queued on different streams of an accelerator.
@@ -109,7 +109,7 @@ class Assembly:
         most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
         count = 2 if self._is_direct else 1
         self._memory = [torch.empty(most, dtype=torch.uint8, device=shards.device) for _ in range(count)]
-        self._own = {number: held for number, held in own.items() if number in alike or number in self._part}
+        self._own = {number: held for number, held in own.items() if number in alike or number in part}
 
     def _sizes(self, number: int) -> list[int]:
         """Return the bytes of the parts of a bucket that this rank sends and receives, aligned for all dtypes."""

@@ -60,9 +60,9 @@ class Snapshot:
         self.clear()
         self._parts = [] if is_complete else parts
 
-    def encoded(self, number: int, part: Tensor, width: int, is_complete: bool) -> Tensor:
+    def encoded(self, number: int, part: Tensor, width: int) -> Tensor:
         """Return the bytes to send for a part of a bucket, and keep a copy of the part."""
-        if is_complete:
+        if number == len(self._parts):  # of complete weights
             self._parts.append(part.clone())
             found = part
         else:

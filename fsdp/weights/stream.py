@@ -297,9 +297,9 @@ class Stream:
         return lambda job: assembly.buckets(job.bucket)
 
     def _send_parts(self, shards: Shards, memory: Tensor, job: _Consumption) -> None:
-        own, is_complete = self.own, not self.plan.base
+        own = self.own
         if self._since is not None:
-            self._since.begin(is_complete)
+            self._since.begin(is_complete=not self.plan.base)
 
         def part(number: int) -> Tensor:
             runs = self.plan.runs(number, own)
@@ -307,7 +307,7 @@ class Stream:
             if self._since is None:
                 return packed
             width = min((self.plan.dtype_of(run).itemsize for run in runs), default=1)
-            return self._since.encoded(number, packed.cpu(), min(width, 8), is_complete)
+            return self._since.encoded(number, packed.cpu(), min(width, 8))
 
         for number in range(len(self.plan.buckets)):
             packed = job.attempt(f"pack bucket {number}", partial(part, number))
