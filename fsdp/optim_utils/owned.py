@@ -120,7 +120,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
             self.plan, owners = _plan(kept, given, places)
             self._members = [[_Member(*place, owners.get(place)) for place in members] for members in places]
             self.optimizers = [_made(*one) for one in zip(kept, given, self._members, strict=True)]
-            self._is_sharded = [bool(group.get("sharded")) for group in given]
 
         done_by_all([root.everyone], _MAKE, read)
         self._by_key = {one.key: one for one in self._each()}
@@ -197,12 +196,12 @@ class OwnedOptimizer(torch.optim.Optimizer):
         arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]
         failure: Exception | None = None
         try:
-            for number in sorted(range(len(self.optimizers)), key=lambda number: not self._is_sharded[number]):
-                if not self._is_sharded[number]:  # meanwhile shards were stepped
+            for number, members in sorted(enumerate(self._members), key=lambda group: group[1][0].stepped.is_owned):
+                if members[0].stepped.is_owned:  # meanwhile shards were stepped
                     for arrive in arriving:
                         arrive()
                     arriving = []
-                for member in self._members[number]:
+                for member in members:
                     if not member.travels:
                         member.show(with_gradients)
                 if failure is None:
