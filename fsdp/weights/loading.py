@@ -73,17 +73,18 @@ class ModelSink(Sink):
         self.found = _IncompatibleKeys(missing, unexpected)
         by_name = {key: target for target in targets for key in keys_of(target)}
         self._targets = [by_name[tensor.name] for tensor in plan.tensors]
+        held = {number: target.held for number, target in enumerate(self._targets)}
+        self._held = {number: replace(one, offset=0) for number, one in held.items() if one is not None}
         self._open.enter_context(torch.no_grad())
         self._open.enter_context(stored_buffers(self.units))
 
     def bucket(self, number: int, tensor: Tensor) -> None:
-        for piece in self._plan.buckets[number]:
-            target = self._targets[piece.tensor]
-            held = target.held
-            one = replace(self._plan, buckets=((piece,),))
-            runs = [] if held is None else one.runs(0, {piece.tensor: replace(held, offset=0)})
-            # A shard counts as changed on all ranks.
-            target.fill(partial(_copy, [(run, one.run_view(run, tensor)) for run in runs]))
+        # Also those of which this rank holds nothing: a shard counts as changed on all ranks.
+        values: dict[int, list[tuple[Run, Tensor]]] = {piece.tensor: [] for piece in self._plan.buckets[number]}
+        for run in self._plan.runs(number, self._held):
+            values[run.piece.tensor].append((run, self._plan.run_view(run, tensor)))
+        for place, found in values.items():
+            self._targets[place].fill(partial(_copy, found))
 
     def close(self, error: BaseException | None) -> None:
         self._open.close()
@@ -136,17 +137,15 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
         raise RuntimeError("the sources of the ranks have different plans. Every rank must receive the same weights")
     try:
         done_by_all([ranks], "load the weights", lambda: sink.open(plan))
-        arriving = iter(()) if own is None else own.buckets()
-        if count == len(plans):
-            done_by_all([ranks], "receive the weights", lambda: _consume(arriving, sink))
-        else:
-            hosts = tuple(comm.on_host for comm in ranks)
-            for number, nbytes in enumerate(plan.bucket_nbytes):
-                bucket = done_by_all([ranks], f"receive bucket {number}", lambda: next(arriving, (0, None))[1])
-                bucket = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if bucket is None else bucket
-                sent = sent_by_first(hosts, bucket.cpu())
-                done_by_all([ranks], f"load bucket {number}", partial(sink.bucket, number, sent))
-            done_by_all([ranks], "complete the stream", lambda: next(arriving, None))
+        arriving: Iterator[tuple[int, Any]] = iter(()) if own is None else own.buckets()
+        hosts = tuple(comm.on_host for comm in ranks)
+        for number, nbytes in enumerate(plan.bucket_nbytes):
+            _, bucket = done_by_all([ranks], f"receive bucket {number}", partial(next, arriving, (number, None)))
+            if count == 1:
+                bucket = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if bucket is None else bucket.cpu()
+                bucket = sent_by_first(hosts, bucket)
+            done_by_all([ranks], f"load bucket {number}", partial(sink.bucket, number, bucket))
+        done_by_all([ranks], "complete the stream", partial(next, arriving, None))
     except BaseException:
         if own is not None and callable(stop := getattr(own, "stop", None)):
             stop()
@@ -154,8 +153,3 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
     finally:
         sink.close(None)
     return sink.found
-
-
-def _consume(arriving: Iterator[tuple[int, Tensor]], sink: Sink) -> None:
-    for number, bucket in arriving:
-        sink.bucket(number, bucket)
