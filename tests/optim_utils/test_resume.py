@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fsdp
-from fsdp import FullyShardedDataParallel, optim_utils
+from fsdp import optim_utils
 from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import (
@@ -28,8 +27,8 @@ from tests.helpers.optimizers import (
     stateless,
     train,
 )
-from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import fully_sharded, nested_mlp
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
 OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta, nadam, stateless]
@@ -101,38 +100,6 @@ def _forget_number_of_ranks(full: dict[str, Any]) -> None:
                 state[key] = value[0].item()
 
 
-@parametrize_pairs(saved=FORMS[:3], loaded=FORMS[:3], by=["numbers", "names", "first"])
-@on_ranks(3)
-def test_the_state_goes_from_one_form_to_another(saved: dict[str, Any], loaded: dict[str, Any], by: str) -> None:
-    # What is used nowhere has no state by itself, and zeros in one flat parameter with others: leave it out.
-    one: Any = _without_idle(fully_sharded(**saved))
-    optimizer = momentum(one)
-    train(one, optimizer, range(2))
-    full = from_first(one.gather_full_optim_state_dict(optimizer))
-    named = optim_utils.full_optim_state_dict(one, optimizer, recipient_rank=None)
-    assert named is not None
-    other: Any = _without_idle(fully_sharded(**loaded))
-    second = momentum(other)
-    if by == "numbers":
-        optim_utils.load_full_optim_state_dict(other, second, full)
-    elif by == "names":
-        optim_utils.load_full_optim_state_dict(other, second, named)
-    else:
-        given = named if dist.get_rank() == 0 else None
-        optim_utils.load_full_optim_state_dict(other, second, given, rank0_only=True)
-    again = optim_utils.full_optim_state_dict(other, second, recipient_rank=None)
-    assert again is not None
-    assert_same(again["state"], named["state"])
-
-
-def _without_idle(wrap: Any) -> FullyShardedDataParallel:
-    from tests.helpers.models import nested_mlp
-
-    model = nested_mlp(wrap)
-    assert isinstance(model, FullyShardedDataParallel)
-    return model
-
-
 @pytest.mark.parametrize("make_optimizer", [adam, nadam])
 @on_ranks(2)
 def test_an_unsharded_model_goes_on_from_it_and_back(make_optimizer: MakeOptimizer) -> None:
@@ -152,78 +119,3 @@ def test_an_unsharded_model_goes_on_from_it_and_back(make_optimizer: MakeOptimiz
     again = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert again is not None
     assert_same(again["state"], back["state"])
-
-
-# A rank's own part of the state
-
-
-@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=["flat", "original"])
-def test_the_state_of_another_ranks_shards_is_refused(ranks: RankPool, form: dict[str, Any], tmp_path: Path) -> None:
-    ranks(2).run(_load_what_one_rank_saved, form, tmp_path)
-    ranks(3).run(_load_at_another_size, form, tmp_path)
-
-
-def _new(form: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
-    model = nested_mlp(fully_sharded(**form))
-    return model, torch.optim.Adam(model.parameters(), lr=0.1)
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-
-
-@on_ranks(1)
-def test_the_state_of_one_rank_alone_is_as_torch_makes_it() -> None:
-    model, optimizer = _new({})
-    _step(model, optimizer)
-    assert all(
-        group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.state_dict()["param_groups"]
-    )
-
-
-def _load_what_one_rank_saved(form: dict[str, Any], folder: Path) -> None:
-    rank = dist.get_rank()
-    model, optimizer = _new(form)
-    _step(model, optimizer)
-    torch.save(optimizer.state_dict(), folder / f"{rank}.pt")
-    dist.barrier()
-    # One that has stepped says so when it loads.
-    loaded = torch.load(folder / "0.pt", weights_only=True)
-    if rank == 0:
-        optimizer.load_state_dict(loaded)
-    else:
-        with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank 1 of 2.*fsdp\.save"):
-            optimizer.load_state_dict(loaded)
-    assert all(group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.param_groups)
-    # One that is new says so when it steps.
-    model, optimizer = _new(form)
-    optimizer.load_state_dict(loaded)
-    model(torch.ones(2, 5)).sum().backward()
-    if rank == 0:
-        optimizer.step()
-    else:
-        with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank 1 of 2.*fsdp\.save"):
-            optimizer.step()
-    # Its own it loads, and whole states do not say whose they are.
-    model, optimizer = _new(form)
-    optimizer.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
-    full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
-    assert full is not None
-    assert "fsdp" not in str(full["param_groups"])
-    fsdp.save(folder / "saved", model, optimizer)
-    _step(model, optimizer)
-    optim_utils.load_full_optim_state_dict(model, optimizer, full)
-    _step(model, optimizer)
-    fsdp.load(folder / "saved", model, optimizer)
-    assert all(group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.param_groups)
-    _step(model, optimizer)
-
-
-def _load_at_another_size(form: dict[str, Any], folder: Path) -> None:
-    model, optimizer = _new(form)
-    optimizer.load_state_dict(torch.load(folder / "0.pt", weights_only=True))
-    model(torch.ones(2, 5)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank \d of 3"):
-        optimizer.step()

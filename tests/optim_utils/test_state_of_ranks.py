@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp import FullyShardedDataParallel
+import fsdp
+from fsdp import FullyShardedDataParallel, optim_utils
 from fsdp.layers.optimizer_states import SHARDS_OF
 from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, train
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
 
 FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
-every_form = pytest.mark.parametrize("form", FORMS, ids=str)
-OF_ANOTHER = r"state loaded into this Adam is of the shards of rank {} of {}, and this rank has those of rank {} of {}"
+OF_ANOTHER = r"into this Adam is of the shards of rank {} of {}, and this rank has those of rank {} of {}.*fsdp\.save"
 
 
 def trained(form: dict[str, Any], steps: int = 1) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
@@ -28,18 +30,26 @@ def trained(form: dict[str, Any], steps: int = 1) -> tuple[FullyShardedDataParal
     return model, optimizer
 
 
-@every_form
-@on_ranks(2)
-def test_groups_are_as_torch_makes_them(form: dict[str, Any]) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@on_ranks(1, 2)
+def test_groups_are_as_torch_makes_them(tmp_path: Path, form: dict[str, Any]) -> None:
     model, optimizer = trained(form)
     own = optimizer.state_dict()
     fresh = adam(garden(fully_sharded(**form))).state_dict()
     assert own["param_groups"] == fresh["param_groups"]
-    assert own[SHARDS_OF] == [[dist.get_rank(), dist.get_world_size()]]
+    size = dist.get_world_size()
+    assert own.get(SHARDS_OF) == ([[dist.get_rank(), size]] if size > 1 else None)
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     assert SHARDS_OF not in full
     assert_same(model.get_shard_from_optim_state_dict(full), own)  # as FairScale's own tests compare them
     optimizer.load_state_dict(own)
+    assert optimizer.state_dict()["param_groups"] == fresh["param_groups"]
+    named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    fsdp.save(tmp_path / "saved", model, optimizer)
+    optim_utils.load_full_optim_state_dict(model, optimizer, named)
+    train(model, optimizer, range(1, 2))
+    fsdp.load(tmp_path / "saved", model, optimizer)
+    train(model, optimizer, range(1, 2))
     assert optimizer.state_dict()["param_groups"] == fresh["param_groups"]
 
 
@@ -49,8 +59,7 @@ def _written_by_0_1_0(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "param_groups": [{**group, SHARDS_OF: signature} for group in state["param_groups"]]}
 
 
-@every_form
-@pytest.mark.parametrize("is_old", [False, True])
+@parametrize_pairs(form=FORMS, is_old=[False, True])
 @on_ranks(3)
 def test_the_shards_of_another_rank_are_refused(tmp_path: Path, form: dict[str, Any], is_old: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -75,3 +84,19 @@ def test_the_shards_of_another_rank_are_refused(tmp_path: Path, form: dict[str, 
     fresh.load_state_dict(own)
     assert not any(SHARDS_OF in group for group in fresh.param_groups)
     train(resumed, fresh, range(1, 2))
+
+
+def test_shards_of_another_number_of_ranks_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save, tmp_path)
+    ranks(3).run(_load, tmp_path)
+
+
+def _save(folder: Path) -> None:
+    torch.save(trained({})[1].state_dict(), folder / f"{dist.get_rank()}.pt")
+
+
+def _load(folder: Path) -> None:
+    model, optimizer = trained({}, steps=0)
+    optimizer.load_state_dict(torch.load(folder / "0.pt", weights_only=True))
+    with pytest.raises(RuntimeError, match=OF_ANOTHER.format(0, 2, dist.get_rank(), 3)):
+        train(model, optimizer, range(1))
