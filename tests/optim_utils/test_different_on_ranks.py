@@ -17,6 +17,7 @@ from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, train
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 
 Save = Callable[[Any, torch.optim.Optimizer, Path], Any]
@@ -41,6 +42,11 @@ def _set_text(optimizer: torch.optim.Optimizer) -> None:
         state["phase"] = "late" if dist.get_rank() == 1 else "early"
 
 
+def _drop_moment(optimizer: torch.optim.Optimizer) -> None:
+    if dist.get_rank() == 1:
+        del next(iter(optimizer.state.values()))["exp_avg"]
+
+
 def _set_rate(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + (dist.get_rank() == 1))
 
@@ -56,22 +62,19 @@ def _set_betas(optimizer: torch.optim.Optimizer) -> None:
 CHANGES: list[tuple[Callable[[torch.optim.Optimizer], None], type[Exception], str]] = [
     (_set_step, ValueError, STATE.format(r"'step' \(2.0 of torch.float32\)", r"'step' \(3.0 of torch.float32\)")),
     (_set_text, ValueError, STATE.format(r"'phase' \('early'\)", r"'phase' \('late'\)")),
+    (_drop_moment, ValueError, STATE.format(r"'exp_avg' \(elements of torch.float32\)", "no 'exp_avg'")),
     (_set_rate, RuntimeError, OPTIONS.format("lr of parameter group 0", "0.1", "0.2")),
     (_set_rate_tensor, RuntimeError, OPTIONS.format("lr of parameter group 0", "0.5", "1.0")),
     (_set_betas, RuntimeError, OPTIONS.format("betas of parameter group 0", r"\(0.9, 0.25\)", r"\(0.9, 0.5\)")),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), CHANGES, ids=[each[0].__name__ for each in CHANGES])
-@on_ranks("world_size")
-@pytest.mark.parametrize(("form", "world_size"), [({}, 3), ({"use_orig_params": True}, 2)], ids=str)
+@parametrize_pairs(case=CHANGES, form=[{}, {"use_orig_params": True}])
+@on_ranks(lambda form: 2 if form else 3)
 def test_all_doors_raise_the_same_error_on_every_rank(
-    tmp_path: Path,
-    change: Callable[[torch.optim.Optimizer], None],
-    error: type[Exception],
-    message: str,
-    form: dict[str, Any],
+    tmp_path: Path, case: tuple[Callable[[torch.optim.Optimizer], None], type[Exception], str], form: dict[str, Any]
 ) -> None:
+    change, error, message = case
     model = garden(fully_sharded(**form))
     optimizer = adam(model)
     train(model, optimizer, range(2))
