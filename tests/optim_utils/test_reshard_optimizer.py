@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_wrap, module_wrap_policy, wrap
+from fsdp.layers.listed_shards import params_of
 from fsdp.layers.offload import DiskStorage
+from tests.helpers.copied_twins import FLAT, ORIGINAL, UNFLATTENED, every_form
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Block, NestedMlp, Net, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on
@@ -33,15 +35,10 @@ from tests.helpers.ranks import RankPool
 EARLY, ALL = 3, 10  # steps before wrapping, and of all
 
 Losses = list[float]
-Scaler = torch.amp.GradScaler
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
-FLAT: dict[str, Any] = {}
-ORIGINAL = {"use_orig_params": True}
-UNFLATTENED = {"flatten_parameters": False}
 KINDS = [FLAT, ORIGINAL, UNFLATTENED]
-every_kind = pytest.mark.parametrize("options", KINDS, ids=["flat", "original", "unflattened"])
 
 
 # Optimizers
@@ -114,11 +111,11 @@ class Twin:
         make_optimizer: MakeOptimizer,
         task: Task = REGRESSION,
         make_scheduler: MakeScheduler | None = None,
-        scaler: Scaler | None = None,
+        **scaling: Any,
     ) -> None:
         self.model, self.optimizer, self.task = model, make_optimizer(model), task
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
-        self.scaler = scaler or ShardedGradScaler(device="cpu", enabled=False)
+        self.scaler = ShardedGradScaler(device="cpu", enabled=bool(scaling), **scaling)
         self.losses: Losses = []  # of this rank's part of the batches
 
     def train(self, steps: Sequence[int], *, sharded: bool = False) -> None:
@@ -218,41 +215,25 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=ALL + 1)
 
 
-@every_kind
 @on_ranks(2)
-def test_a_learning_rate_scheduler_made_before_wrapping_keeps_its_hold(options: dict[str, Any]) -> None:
-    late, plain = assert_goes_on(adamw, options, make_scheduler=one_cycle)
+def test_a_learning_rate_scheduler_made_before_wrapping_keeps_its_hold() -> None:
+    late, plain = assert_goes_on(adamw, FLAT, make_scheduler=one_cycle)
     rates = [twin.optimizer.param_groups[0]["lr"] for twin in (late, plain)]
     assert rates[0] == rates[1] < 1e-4
 
 
-@every_kind
+@every_form
 def test_a_scaler_of_the_loss_goes_on_with_it(ranks: RankPool, options: dict[str, Any]) -> None:
     for make_optimizer in (sgd, fused_adamw):
         ranks(2).run(_go_on_scaled, make_optimizer, options)
 
 
 def _go_on_scaled(make_optimizer: MakeOptimizer, options: dict[str, Any]) -> None:
-    torch.set_default_dtype(torch.float64)
-    late, plain = (
-        Twin(nested_mlp(keep), make_optimizer, scaler=ShardedGradScaler(2.0**8, growth_interval=2, device="cpu"))
-        for _ in range(2)
-    )
-    plain.train(range(ALL))
-    late.train(range(EARLY))
-    late.hand_over(in_units(late.model, **options))
-    late.train(range(EARLY, ALL), sharded=True)
+    late, plain = assert_goes_on(make_optimizer, options, init_scale=2.0**8, growth_interval=2)
     assert late.scaler.get_scale() == plain.scaler.get_scale() == 2.0**13
-    sharded_state = late.model.state_dict()
-    for name, value in plain.model.state_dict().items():
-        assert_close(sharded_state[name], value, name)
 
 
 # Where state is
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @parametrize_cases(
@@ -265,7 +246,7 @@ def test_offloaded_shards_go_on(tmp_path: Path, case: Case) -> None:
         assert_goes_on(case.make_optimizer, {**case.options, "offload": case.offload, **folder})
 
 
-@every_kind
+@every_form
 def test_state_of_shards_on_disk_is_there_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
     model, optimizer = stepped(adamw)
     wrapped = alone(model, offload="disk", offload_folder=tmp_path, **options)
@@ -277,7 +258,7 @@ def test_state_of_shards_on_disk_is_there_at_once(tmp_path: Path, options: dict[
         assert param.shard_storage.files.holds(value)
 
 
-@every_kind
+@every_form
 def test_a_rank_has_its_part_of_the_state_only(ranks: RankPool, options: dict[str, Any]) -> None:
     whole = sum(param.numel() for param in nested_mlp().parameters())
     numels = ranks(3).run(_state_numel, options)
@@ -293,7 +274,7 @@ def _state_numel(options: dict[str, Any]) -> int:
     return sum(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in tensors)
 
 
-@every_kind
+@every_form
 def test_originals_and_their_state_are_let_go(options: dict[str, Any]) -> None:
     model, optimizer = stepped(adamw)
     held: list[Tensor] = [*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())]
@@ -316,7 +297,7 @@ def test_a_dropped_model_is_freed_while_an_optimizer_holds_its_originals() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@every_kind
+@every_form
 def test_state_keeps_its_dtype(options: dict[str, Any], dtype: torch.dtype) -> None:
     model, optimizer = stepped(sgd)
     for state in optimizer.state.values():
@@ -327,7 +308,7 @@ def test_state_keeps_its_dtype(options: dict[str, Any], dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 0.5, torch.tensor(3, dtype=torch.int64)])
-@every_kind
+@every_form
 def test_a_number_or_nothing_is_kept(options: dict[str, Any], value: Any) -> None:
     model, optimizer = stepped(sgd)
     for state in optimizer.state.values():

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
 from fsdp.layers.mapped_files import MappedFiles
+from tests.helpers.copied_twins import FLAT, ORIGINAL, every_form
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import alone, fully_sharded
-
-KINDS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
-every_kind = pytest.mark.parametrize("options", KINDS, ids=["flat", "original", "unflattened"])
 
 REMEDY = "Wrap with use_orig_params=True"
 ANEW = "Make the optimizer after wrapping"
@@ -178,7 +176,7 @@ class Quantized(Tensor):
         (torch.zeros(2, 3).as_subclass(Quantized), "is a Quantized: only plain tensors and numbers"),
     ],
 )
-@every_kind
+@every_form
 def test_state_of_another_shape_or_kind(options: dict[str, Any], state: Any, found: str) -> None:
     model = layers()
     optimizer = stepped(model, adamw(model))
@@ -186,16 +184,6 @@ def test_state_of_another_shape_or_kind(options: dict[str, Any], state: Any, fou
     wrapped = nest(model, **options)
     expected = f"this AdamW cannot be handed over: the optimizer's state 'extra' of 2.weight {found}"
     with refused(optimizer, expected, ANEW):
-        wrapped.reshard_optimizer(optimizer)
-
-
-@every_kind
-def test_factored_state(options: dict[str, Any]) -> None:
-    model = layers()
-    optimizer = stepped(model, torch.optim.Adafactor(model.parameters()))
-    wrapped = alone(model, **options)
-    found = "this Adafactor cannot be handed over: the optimizer's state 'row_var' of 0.weight has shape (3, 1)"
-    with refused(optimizer, found):
         wrapped.reshard_optimizer(optimizer)
 
 
@@ -223,26 +211,16 @@ def test_no_room_for_the_state(tmp_path: Path) -> None:
 STRANGER = "parameters of another wrapped model, or of units around this one"
 
 
-@every_kind
+@every_form
 def test_parameters_of_another_wrapped_model(options: dict[str, Any]) -> None:
     model = layers()
     optimizer = stepped(model, adamw(model))
     other = alone(model, **options)
-    with refused(optimizer, STRANGER, "0.weight of Sequential"):
+    with refused(optimizer, STRANGER, "0.weight of Sequential", "an optimizer each"):
         alone(layers(), **options).reshard_optimizer(optimizer)
     other.reshard_optimizer(optimizer)
     with refused(optimizer, STRANGER, "the shard with 0.weight"):
         alone(layers(), **options).reshard_optimizer(optimizer)
-
-
-def test_parameters_of_two_models_that_are_wrapped_apart() -> None:
-    one, two = layers(), layers()
-    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
-    wrapped = alone(one)
-    wrapped.reshard_optimizer(optimizer)  # two is nobody's as yet
-    alone(two)
-    with refused(optimizer, STRANGER, "an optimizer each"):
-        wrapped.reshard_optimizer(optimizer)
 
 
 def test_an_inner_wrapper_does_not_have_them_all() -> None:
@@ -273,7 +251,7 @@ def test_parameters_that_a_flatten_params_wrapper_took() -> None:
         alone(layers()).reshard_optimizer(optimizer)
 
 
-@every_kind
+@every_form
 def test_summoned_copies(options: dict[str, Any]) -> None:
     wrapped = alone(layers(), **options)
     with wrapped.summon_full_params():
@@ -282,7 +260,7 @@ def test_summoned_copies(options: dict[str, Any]) -> None:
         wrapped.reshard_optimizer(optimizer)
 
 
-@pytest.mark.parametrize("options", KINDS[:2], ids=["flat", "original"])
+@pytest.mark.parametrize("options", [FLAT, ORIGINAL], ids=["flat", "original"])
 def test_what_stands_for_a_parameter_beside_the_parameter(options: dict[str, Any]) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -311,7 +289,7 @@ def test_in_the_middle_of_a_forward() -> None:
         wrapped(torch.ones(2, 5))
 
 
-@every_kind
+@every_form
 @on_ranks(2)
 def test_a_step_without_handing_over_says_how(options: dict[str, Any]) -> None:
     model = layers()

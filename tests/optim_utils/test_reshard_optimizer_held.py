@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.orig_params import LocalShard
+from fsdp.layers.listed_shards import params_of
+from tests.helpers.copied_twins import every_form
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import stepped
 from tests.helpers.parity import alone, fully_sharded
-
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-KINDS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
-every_kind = pytest.mark.parametrize("options", KINDS, ids=["flat", "original", "unflattened"])
+from tests.optim_utils.test_reshard_optimizer import adamw, sgd
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-@every_kind
+@every_form
 def test_an_optimizer_that_took_no_step_has_the_parameters_of_the_wrapped_model(options: dict[str, Any]) -> None:
     model = nested_mlp(keep)
     optimizer = adamw(model)
@@ -44,17 +27,7 @@ def test_an_optimizer_that_took_no_step_has_the_parameters_of_the_wrapped_model(
     assert not optimizer.state
 
 
-def test_what_stands_in_it_is_flat_or_a_piece() -> None:
-    kinds = []
-    for options in KINDS:
-        model, optimizer = stepped(adamw)
-        alone(model, **options).reshard_optimizer(optimizer)
-        kinds.append([type(param) for param in params_of(optimizer)])
-    originals = len(list(nested_mlp().parameters()))
-    assert kinds == [[FlatParameter], [LocalShard] * originals, [FlatParameter] * originals]
-
-
-@every_kind
+@every_form
 def test_handing_over_twice_changes_nothing(options: dict[str, Any]) -> None:
     model, optimizer = stepped(adamw)
     wrapped = alone(model, **options)
@@ -70,7 +43,7 @@ def inside(optimizer: torch.optim.Optimizer) -> Any:
     return groups, {id(p): {k: id(value) for k, value in state.items()} for p, state in optimizer.state.items()}
 
 
-@every_kind
+@every_form
 def test_names_are_those_of_an_optimizer_made_afterwards(options: dict[str, Any]) -> None:
     model, optimizer = stepped(lambda model: torch.optim.SGD(model.named_parameters(), lr=0.1))
     wrapped = alone(model, **options)
@@ -87,7 +60,7 @@ def test_lists_and_groups_of_parameters_stay_the_same_objects() -> None:
     assert optimizer.defaults is defaults
 
 
-@every_kind
+@every_form
 def test_parameters_that_are_not_wrapped_stay_with_their_state(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     beside = nn.Linear(5, 5)
@@ -99,7 +72,7 @@ def test_parameters_that_are_not_wrapped_stay_with_their_state(options: dict[str
         assert all(optimizer.state[param][key] is value for key, value in state.items())
 
 
-@every_kind
+@every_form
 def test_several_optimizers_of_one_model_are_handed_over_one_by_one(options: dict[str, Any]) -> None:
     first, second = nn.Linear(5, 5), nn.Linear(5, 1)
     optimizers = [sgd(first), adamw(second)]
@@ -111,7 +84,7 @@ def test_several_optimizers_of_one_model_are_handed_over_one_by_one(options: dic
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-@every_kind
+@every_form
 def test_frozen_parameters_may_be_in_it_or_not(options: dict[str, Any], is_held: bool) -> None:
     model = nested_mlp(keep)
     model.entry.requires_grad_(False)  # type: ignore[union-attr]
@@ -141,7 +114,7 @@ def test_a_gradient_that_is_there_already_is_stepped_with() -> None:
         assert torch.equal(weights[1][name], value), name
 
 
-@every_kind
+@every_form
 def test_its_own_state_dict_is_loaded_into_one_made_afterwards(options: dict[str, Any]) -> None:
     model, optimizer = stepped(adamw)
     wrapped = alone(model, **options)
