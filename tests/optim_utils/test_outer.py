@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OuterOptimizer, OwnedOptimizer, fully_shard
+from tests.helpers import forms
 from tests.helpers.equality import assert_same
-from tests.helpers.forms import full_state
-from tests.helpers.forms import sharded as of_form
+from tests.helpers.forms import FORMS, full_state
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -26,7 +26,6 @@ from tests.helpers.traffic import Counting, Traffic
 
 Make = Callable[[Any], torch.optim.Optimizer]
 ADAM: Make = partial(torch.optim.AdamW, lr=0.01)
-FORMS = ("flat", "orig", "rows")
 SITES = {1: 1, 2: 2, 3: 3, 4: 2}  # the number of replicas by world size
 
 
@@ -35,17 +34,14 @@ def mesh_of(world_size: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("site", "rank"))
 
 
+def of_form(module: nn.Module, form: str, mesh: Any) -> Any:
+    """Shard a module, and the layers and sequences in it, within a replica."""
+    options = {"mesh": mesh["rank"]} if form == "rows" else {"process_group": mesh["rank"].get_group()}
+    return forms.sharded(module, form, (nn.Linear, nn.Sequential), **options)
+
+
 def sharded(form: str, mesh: Any) -> Any:
-    torch.manual_seed(0)
-    if form == "rows":
-
-        def wrap(module: nn.Module) -> nn.Module:
-            fully_shard(module, mesh=mesh["rank"])
-            return module
-
-        return nested_mlp(wrap)
-    group = mesh["rank"].get_group()
-    return nested_mlp(partial(FullyShardedDataParallel, process_group=group, use_orig_params=form == "orig"))
+    return of_form(nested_mlp(keep), form, mesh)
 
 
 def batch_of(step: int, rank: int) -> Tensor:
@@ -127,8 +123,8 @@ def test_replicas_train_as_unsharded_ones_with_torchs_own_nesterov_sgd(form: str
     assert_equal(model, expected.replicas[mesh.get_local_rank("site")])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(2, 4)
+@parametrize_pairs(form=FORMS, world_size=[2, 4])
+@on_ranks("world_size")
 def test_an_exchange_in_every_step_that_averages_weights_is_training_with_all_gradients(form: str) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = mesh_of(dist.get_world_size())
@@ -147,12 +143,11 @@ def test_an_exchange_in_every_step_that_averages_weights_is_training_with_all_gr
     assert_equal(model, plain)
 
 
-@pytest.mark.parametrize("form", ["orig", "rows"])
 @on_ranks(4)
-def test_fragments_are_exchanged_at_different_steps(form: str) -> None:
+def test_fragments_are_exchanged_at_different_steps() -> None:
     torch.set_default_dtype(torch.float64)
     mesh = mesh_of(4)
-    model = sharded(form, mesh)
+    model = sharded("orig", mesh)
     optimizer = ADAM(model.parameters())
     outer = OuterOptimizer(optimizer, mesh["site"], every=4, lr=0.7, momentum=0.9, fragments=3)
     expected = Unsharded(4, ADAM, 4, 0.7, 0.9, fragments=3)
@@ -224,16 +219,14 @@ def test_training_goes_on_from_a_checkpoint_of_each_replica_also_with_other_numb
             torch.testing.assert_close(value, full_state(model)[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("saves", ["file", "state_dict"])
-@pytest.mark.parametrize("form", FORMS)
+@parametrize_pairs(saves=["file", "state_dict"], form=FORMS)
 @on_ranks(2)
 def test_16_bit_shards_go_on_with_the_same_bits(form: str, saves: str, tmp_path: Path) -> None:
     mesh = mesh_of(2)
 
     def new() -> tuple[Any, torch.optim.Optimizer, OuterOptimizer]:
-        options = {"mesh": mesh["rank"]} if form == "rows" else {"process_group": mesh["rank"].get_group()}
         torch.manual_seed(0)
-        model = of_form(nn.Linear(5, 3, dtype=torch.bfloat16), form, **options)
+        model = of_form(nn.Linear(5, 3, dtype=torch.bfloat16), form, mesh)
         optimizer = ADAM(model.parameters())
         return model, optimizer, OuterOptimizer(optimizer, mesh["site"], every=2, lr=0.7, momentum=0.9)
 
@@ -315,14 +308,6 @@ def test_parameters_without_gradients_and_buffers_need_nothing() -> None:
         assert not optimizer.state.get(model.module["unused"].weight)
 
 
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "every": ({"every": 0}, ValueError, "every must be at least 1, got 0"),
-    "lr": ({"lr": 0.0}, ValueError, "lr must be above 0"),
-    "momentum": ({"momentum": 1.0}, ValueError, "momentum must be at least 0 and less than 1"),
-    "fragments": ({"fragments": 5}, ValueError, "fragments must be from 1 to every=4"),
-}
-
-
 class Branches(nn.Module):
     """A layer, and another one that one replica uses alone."""
 
@@ -349,16 +334,14 @@ class SignSGD(torch.optim.Optimizer):
                     param.add_(param.grad.sign(), alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("inner", [torch.optim.AdamW, SignSGD])
+@parametrize_pairs(form=FORMS, inner=[torch.optim.AdamW, SignSGD])
 @on_ranks(4)
 def test_what_one_replica_has_not_stepped_yet_is_saved_or_an_error(form: str, inner: Any, tmp_path: Path) -> None:
     mesh = mesh_of(4)
     replica = mesh["site"].get_local_rank()
 
     def begun() -> tuple[Any, Any, OuterOptimizer]:
-        options = {"mesh": mesh["rank"]} if form == "rows" else {"process_group": mesh["rank"].get_group()}
-        model = of_form(Branches(), form, (nn.Linear,), **options)
+        model = of_form(Branches(), form, mesh)
         optimizer = inner(model.parameters())
         return model, optimizer, OuterOptimizer(optimizer, mesh["site"], every=2, lr=0.7, momentum=0.9)
 
@@ -423,14 +406,19 @@ def test_state_that_one_rank_cannot_store_is_an_error_on_every_rank_of_the_repli
     assert isinstance(caught.value, fsdp.OtherRankError) == (rank == 1)
 
 
-@pytest.mark.parametrize("case", list(WRONG))
 @on_ranks(2)
-def test_wrong_arguments_are_errors_that_name_them(case: str) -> None:
+def test_wrong_arguments_are_errors_that_name_them() -> None:
     mesh = mesh_of(2)
-    options, error, text = WRONG[case]
     optimizer = ADAM(sharded("flat", mesh).parameters())
-    with pytest.raises(error, match=text):
-        OuterOptimizer(optimizer, mesh["site"], **{"every": 4, **options})
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"every": 0}, "every must be at least 1, got 0"),
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"momentum": 1.0}, "momentum must be at least 0 and less than 1"),
+        ({"fragments": 5}, "fragments must be from 1 to every=4"),
+    ]
+    for options, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            OuterOptimizer(optimizer, mesh["site"], **{"every": 4, **options})
 
 
 @on_ranks(2)
