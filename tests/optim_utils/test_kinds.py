@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -228,7 +227,7 @@ def test_an_optimizer_with_state_of_integers_is_handed_over(form: dict[str, Any]
 @on_ranks(2)
 def test_checkpoints_leave_state_of_bytes_out(tmp_path: Path) -> None:
     makes = [FullyShardedDataParallel, partial(FullyShardedDataParallel, use_orig_params=True), fsdp.fully_shard]
-    for number, (make, other) in enumerate(itertools.product(makes, repeat=2)):
+    for number, (make, other) in enumerate(zip(makes, [*makes[1:], makes[0]], strict=True)):
         model = make(_counted()[0])
         optimizer = _adagrad(model)
         _step(model, optimizer)

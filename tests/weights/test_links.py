@@ -105,21 +105,15 @@ def test_a_receiver_that_stops_is_an_error_on_every_rank(kind: str) -> None:
             if number == 1:
                 raise ValueError("the engine has no such layer")
 
-    model = MODELS["rows"](1)
-    with engine(kind, fail) as (address, _):
-        for _ in range(2):
-            with pytest.raises((OSError, RuntimeError), match="the receiver has stopped"):
-                fsdp.stream_weights(model, sink_to(address), bucket_bytes=150)
+    def refuse(update: Any) -> None:
+        update.stop("the engine has no layer 3")
 
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reason_of_a_receiver_that_stops_is_raised_on_every_rank(kind: str) -> None:
     model = MODELS["rows"](1)
-    with engine(kind, lambda update: update.stop("the engine has no layer 3")) as (address, _):
-        for _ in range(2):
-            with pytest.raises((OSError, RuntimeError), match="the engine has no layer 3"):
-                fsdp.stream_weights(model, sink_to(address), bucket_bytes=150)
+    for consume, reason in ((fail, "the receiver has stopped"), (refuse, "the engine has no layer 3")):
+        with engine(kind, consume) as (address, _):
+            for _ in range(2):
+                with pytest.raises((OSError, RuntimeError), match=reason):
+                    fsdp.stream_weights(model, sink_to(address), bucket_bytes=150)
 
 
 class Stopping(SocketSink):

@@ -41,7 +41,7 @@ class Recorded(Sink):
 
 
 @on_ranks("world_size")
-@parametrize_pairs(at_most=15, world_size=[2, 3, 1], source=FORMS, target=FORMS)
+@parametrize_pairs(at_most=9, world_size=[2, 3, 1], source=FORMS, target=FORMS)
 def test_a_model_loads_the_weights_of_another_form(world_size: int, source: str, target: str) -> None:
     model, recorded = MODELS[target](2), Recorded()
     sent = MODELS[source](1)
