@@ -151,19 +151,16 @@ class OptimStream:
             value = self.own.states[one][key].detach().reshape(-1)
             part = value[mine.offset : mine.offset + mine.numel].to(one.device).contiguous()
             outgoing = {rank: [part] for rank in self._receivers[comm] if rank != comm.rank}
-        pending = None
-        if one.handle is not None:
-            what = f"gather of the optimizer state of {one.name}"
-            pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.handle.tags.gather))
+        what = f"gather of the optimizer state of {one.name}"
+        pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.tag))
         if self.is_wanted and mine is not None:  # while the others are on their way
             made[mine.start : mine.stop].copy_(part)
 
         def finish() -> tuple[Original, str, Tensor]:
-            if pending is not None:
-                pending.wait()
-                if not self.is_wanted and not is_host(one.device):
-                    comm.settle()  # release copies that were made for sending
+            pending.wait()
             if not self.is_wanted:
+                if not is_host(one.device):
+                    comm.settle()  # release copies that were made for sending
                 return original, key, made
             local = one.local_value(original, made, kind.shape)
             tensor = local if original.part is None else full_tensor(original.part.dtensor(local))

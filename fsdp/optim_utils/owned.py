@@ -578,8 +578,7 @@ class _Exchange:
                 room.setdefault(rank, []).append(torch.empty(sum(numels), dtype=dtype, device=first.device))
                 parts[dtype] = iter(room[rank][-1].split(numels))
             found[rank] = [next(parts[dtype]) for _, dtype in awaited]
-        tag = 0 if first.handle is None else first.handle.tags.gather
-        pending = self._comm.exchange(room, sent, f"{what} of owned parameters", ("owned", what, tag))
+        pending = self._comm.exchange(room, sent, f"{what} of owned parameters", ("owned", what, first.tag))
 
         def arrived() -> dict[int, list[Tensor]]:
             pending.wait()

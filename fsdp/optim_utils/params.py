@@ -38,7 +38,6 @@ class Parameters:
     """
 
     def __init__(self, wrapper: nn.Module, root: Unit) -> None:
-        self.root = root
         units = units_of(root.module.modules())
         paths = {module: list(map(state_name, found)) for module, found in paths_in(wrapper).items()}
         self._by_param: dict[int, OptimParam] = {}

@@ -361,15 +361,12 @@ def _deal(
                     outgoing.setdefault(rank, []).append(vector[there.start : there.stop].to(one.device))
         elif one.replicas.rank == 0 and (mine := one.interval(original, comm.rank, shape)) is not None:
             incoming.setdefault(0, []).append(flat[mine.offset : mine.offset + mine.numel])
-    pending = None
-    if one.handle is not None:
-        pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", ("dealt", one.handle.tags.gather))
+    pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", ("dealt", one.tag))
     for original, vector in own:  # while the others are on their way
         one.shard(original, vector, arriving, shape)
 
     def finish() -> None:
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         if one.replicas.world_size > 1 and flat.numel():
             one.replicas.broadcast(flat.view(torch.uint8)).wait()
         if outgoing and not is_host(one.device):

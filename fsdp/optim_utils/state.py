@@ -68,6 +68,11 @@ class OptimParam:
         return LONE_RANK if self.handle is None else self.handle.replicas
 
     @property
+    def tag(self) -> int:
+        """Return the number of messages about it, which the ranks that share it have in common."""
+        return 0 if self.handle is None else self.handle.tags.gather
+
+    @property
     def is_bytes(self) -> bool:
         """Return whether it is sharded as bytes: it is frozen, and an optimizer never uses its state."""
         return self.handle is not None and any(self.handle.flat_param.packings)
