@@ -19,6 +19,7 @@ from fsdp.layers.mapped_files import MappedFiles
 from tests.helpers.copied_twins import FLAT, ORIGINAL, every_form
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import alone, fully_sharded
+from tests.optim_utils.test_reshard_optimizer_held import inside
 
 REMEDY = "Wrap with use_orig_params=True"
 ANEW = "Make the optimizer after wrapping"
@@ -48,21 +49,13 @@ def nest(model: nn.Sequential, **options: Any) -> FullyShardedDataParallel:
 @contextmanager
 def refused(optimizer: torch.optim.Optimizer, *parts: str, error: type[Exception] = ValueError) -> Iterator[None]:
     """What is done inside raises an error with these parts, and leaves the optimizer as it was."""
-    objects, values = _objects(optimizer), copy.deepcopy(optimizer.state_dict())
+    objects, values = inside(optimizer), copy.deepcopy(optimizer.state_dict())
     with pytest.raises(error) as raised:
         yield
     for part in parts:
         assert part in str(raised.value)
-    assert _objects(optimizer) == objects
+    assert inside(optimizer) == objects
     torch.testing.assert_close(optimizer.state_dict(), values, rtol=0, atol=0)
-
-
-def _objects(optimizer: torch.optim.Optimizer) -> Any:
-    groups = [
-        {name: value if name != "params" else list(map(id, value)) for name, value in group.items()}
-        for group in optimizer.param_groups
-    ]
-    return groups, {id(p): {key: id(value) for key, value in state.items()} for p, state in optimizer.state.items()}
 
 
 # Parameters of one flat parameter that are not treated alike
