@@ -91,11 +91,6 @@ def tensors_of(model: nn.Module, buffers: bool = True) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in model.state_dict().items() if buffers or name in params}
 
 
-def full(tensor: Any) -> Tensor:
-    """Collective. A tensor that may be a `DTensor`, unsharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def step(model: Any) -> None:
     """Collective. A step that changes the weights of `Anything`."""
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)

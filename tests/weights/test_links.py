@@ -20,9 +20,10 @@ from fsdp.weights import SharedMemorySink, Snapshot, SocketSink, receive
 from fsdp.weights.links import Kind, Link
 from tests.helpers.engines import KINDS, address_for, clones, engine, program, sink_to, told_by_first
 from tests.helpers.equality import assert_same
+from tests.helpers.forms import full_state, sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.weights import MODELS, Collected, everything, full, step, tensors_of
+from tests.helpers.weights import MODELS, Collected, everything, step, tensors_of
 
 BUCKET = 400
 
@@ -220,7 +221,7 @@ def test_a_host_that_does_not_answer_is_an_error_with_its_address_on_every_rank(
 def test_changes_give_the_receiver_equal_weights(form: str, kind: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(300, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).bfloat16()
-    model = MODELS_OF[form](plain)
+    model = sharded(plain, form)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     snapshot, counts = Snapshot(), []
     with engine(kind, keep=True) as (address, engine_here):
@@ -228,7 +229,7 @@ def test_changes_give_the_receiver_equal_weights(form: str, kind: str) -> None:
         for number in range(6):
             plan = fsdp.stream_weights(model, sink_to(address), bucket_bytes=16_000, since=snapshot)
             assert bool(plan.base) == (number > 0)
-            state = {name: full(each).clone() for name, each in model.state_dict().items()}
+            state = full_state(model)
             if engine_here is not None:
                 assert_same(engine_here.result(), state)
             sent = torch.tensor(snapshot.sent_nbytes)
@@ -245,13 +246,6 @@ def test_changes_give_the_receiver_equal_weights(form: str, kind: str) -> None:
     for sent, changed in counts[1:]:
         assert 0 < changed < 0.9 * total / 2
         assert sent <= heads + min(changed * (2 + 4) * 1.2, total)
-
-
-def _flat(model: nn.Module) -> Any:
-    return fsdp.FullyShardedDataParallel(model)
-
-
-MODELS_OF: dict[str, Any] = {"flat": _flat, "rows": fsdp.fully_shard}
 
 
 @on_ranks(2)

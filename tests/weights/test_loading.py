@@ -15,16 +15,13 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.weights import ModelSink, Sink, WeightPlan, receive
 from tests.helpers.equality import assert_same
+from tests.helpers.forms import full_state
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.weights import MODELS, ON_PAIRS, everything, full, step, tensors_of
+from tests.helpers.weights import MODELS, ON_PAIRS, everything, step, tensors_of
 
 BUCKET = 400
 FORMS = ["flat", "orig", "rows", "last dimension", "mixed", "ignored", "no shard", "offloaded", "plain"]
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(each) for name, each in model.state_dict().items()}
 
 
 class Recorded(Sink):
@@ -46,11 +43,11 @@ def test_a_model_loads_the_weights_of_another_form(world_size: int, source: str,
     model, recorded = MODELS[target](2), Recorded()
     sent = MODELS[source](1)
     fsdp.stream_weights(sent, ModelSink(model), bucket_bytes=BUCKET, buffers=True)
-    assert_same(state_of(model), tensors_of(everything(seed=1)))
+    assert_same(full_state(model), tensors_of(everything(seed=1)))
     fsdp.stream_weights(MODELS[source](3), recorded, bucket_bytes=BUCKET, buffers=True)
     found = fsdp.load_stream(model, recorded)
     assert not found.missing_keys
-    assert_same(state_of(model), tensors_of(everything(seed=3)))
+    assert_same(full_state(model), tensors_of(everything(seed=3)))
 
 
 @on_ranks(4)
@@ -59,7 +56,7 @@ def test_the_first_rank_broadcasts_to_replicas(form: str) -> None:
     model, recorded = ON_PAIRS[form](2), Recorded()
     fsdp.stream_weights(MODELS["flat"](1), recorded, bucket_bytes=BUCKET, buffers=True)
     fsdp.load_stream(model, recorded if dist.get_rank() == 0 else None)
-    assert_same(state_of(model), tensors_of(everything(seed=1)))
+    assert_same(full_state(model), tensors_of(everything(seed=1)))
 
 
 @on_ranks(2)
@@ -71,7 +68,7 @@ def test_training_goes_on_with_loaded_weights(form: str) -> None:
     fsdp.stream_weights(model, ModelSink(other), bucket_bytes=BUCKET, buffers=True)
     for each in (model, other):
         step(each)
-    assert_same(state_of(other), state_of(model))
+    assert_same(full_state(other), full_state(model))
 
 
 SENDER = """
@@ -97,7 +94,7 @@ def test_weights_of_another_process_are_loaded() -> None:
         for model in models.values():
             fsdp.load_stream(model, None)
     for seed, model in models.items():
-        assert_same(state_of(model), tensors_of(everything(seed=seed)))
+        assert_same(full_state(model), tensors_of(everything(seed=seed)))
 
 
 # Bad input
@@ -114,12 +111,12 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     fsdp.stream_weights(MODELS["flat"](1), recorded, bucket_bytes=BUCKET, only=["inner"])
     with pytest.raises(RuntimeError, match=r"missing: .*wide"):
         fsdp.load_stream(model, recorded)
-    assert_same(state_of(model), tensors_of(everything(seed=2)))
+    assert_same(full_state(model), tensors_of(everything(seed=2)))
     assert "wide" in fsdp.load_stream(model, recorded, strict=False).missing_keys
     expected = {**tensors_of(everything(seed=2))}
     one = tensors_of(everything(seed=1), buffers=False)
     expected |= {name: value for name, value in one.items() if name.startswith("inner.")}
-    assert_same(state_of(model), expected)
+    assert_same(full_state(model), expected)
 
 
 class Ending(Recorded):

@@ -17,9 +17,10 @@ from fsdp.weights import WeightReader, WeightServer
 from tests.helpers import tensor_parallel
 from tests.helpers.engines import KINDS, SECRET, address_for, told_by_first
 from tests.helpers.equality import assert_same
+from tests.helpers.forms import full_state
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.weights import MODELS, everything, full, step, tensor_parallel_gpt, tensors_of
+from tests.helpers.weights import MODELS, everything, step, tensor_parallel_gpt, tensors_of
 
 
 def serve(model: Any, kind: str = "socket", **options: Any) -> WeightServer:
@@ -49,7 +50,7 @@ def train_until(server: WeightServer, read: Callable[[WeightReader], Any], model
     while not is_done:
         if model is not None:
             step(model)
-            states.append({name: full(each).clone() for name, each in model.state_dict().items()})
+            states.append(full_state(model))
         server.update()
         is_done = told_by_first(bool(found))
     if dist.get_rank() == 0:

@@ -20,7 +20,7 @@ from fsdp.weights import Sink, WeightPlan
 from fsdp.weights import plan as plan_module
 from tests.helpers import tensor_parallel
 from tests.helpers.equality import assert_same
-from tests.helpers.forms import sharded
+from tests.helpers.forms import full_state, sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.traffic import Counting, Traffic
@@ -30,7 +30,6 @@ from tests.helpers.weights import (
     Collected,
     Parts,
     everything,
-    full,
     step,
     tensor_parallel_gpt,
     tensors_of,
@@ -86,7 +85,7 @@ def test_weights_are_those_after_the_last_step(form: str) -> None:
     for _ in range(2):
         step(model)
         fsdp.stream_weights(model, sink, bucket_bytes=BUCKET)
-        expected = {name: full(each) for name, each in model.state_dict().items()}
+        expected = full_state(model)
         assert_same(sink.state, {name: expected[name] for name in sink.state})
         assert not torch.equal(sink.state["wide"], before["wide"])
         before = sink.state
@@ -140,7 +139,7 @@ def test_a_rank_allocates_at_most_two_buckets(world_size: int, form: str, everyw
         return made
 
     consumes = everywhere or dist.get_rank() == 0
-    expected = {name: full(each) for name, each in model.state_dict().items()}
+    expected = full_state(model)
     collected = Collected()
     with mock.patch.object(plan_module, "_MOST_MESSAGES", most_messages):
         with mock.patch.object(torch, "empty", empty):
@@ -359,7 +358,7 @@ def test_a_sink_that_raises_on_one_rank_is_reported_on_every_rank(form: str, whe
     step(model)
     found = Collected()
     fsdp.stream_weights(model, found, bucket_bytes=BUCKET)
-    expected = {name: full(each) for name, each in model.state_dict().items()}
+    expected = full_state(model)
     assert_same(found.state, {name: expected[name] for name in found.state})
 
 
