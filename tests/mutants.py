@@ -102,7 +102,7 @@ CONCERNS = {
     "layers/pipelines": "integrations/compat_fsdp2 fully_shard/methods",
     "layers/optimizer_hooks": "engine/errors optim_utils/errors engine/gradient_elsewhere",
     "layers/optimizer_mistakes": "engine/errors optim_utils/errors",
-    "layers/optimizer_states": "optim_utils/errors optim_utils/resume optim_utils/state_of_ranks",
+    "layers/optimizer_states": "optim_utils/errors optim_utils/state_of_ranks",
     "layers/sharding_strategy": "layers/sharding_strategy engine/hybrid",
     "layers/deferred_init": "layers/state_dict/meta* layers/state_dict/materialize* fully_shard/starts",
     "layers/extended_params": "fully_shard/pairs fully_shard/subclasses",
@@ -152,7 +152,8 @@ CONCERNS = {
     "optim_utils/fingerprint optim_utils/recording": "optim_utils/fingerprint optim_utils/recording",
     "optim_utils/*": (
         "optim_utils/public_functions optim_utils/errors optim_utils/kinds optim_utils/resume optim_utils/fairscale "
-        "checkpoint/optimizer optim_utils/reshard_optimizer* optim_utils/memory checkpoint/errors"
+        "optim_utils/another_nesting optim_utils/different_on_ranks optim_utils/reshard_optimizer* optim_utils/memory "
+        "checkpoint/optimizer checkpoint/errors"
     ),
     "checkpoint/compare": "optim_utils/recording",
     "checkpoint/optim": "checkpoint/optimizer checkpoint/resume checkpoint/moments checkpoint/errors",
