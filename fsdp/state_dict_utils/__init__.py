@@ -29,7 +29,7 @@ from fsdp.distributed.communicator import Group, backend_names, own_rank
 from fsdp.distributed.consensus import done_by_all, from_everyone
 from fsdp.distributed.devices import HOST, finish_queued
 from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
-from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_local_part
+from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_parts
 from fsdp.state_dict_utils.host_memory import require_pinning
 from fsdp.state_dict_utils.stager import PendingCopy as PendingCopy
 from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
@@ -81,8 +81,8 @@ def gather_state_dict(
     All ranks of the tensors' meshes call this function, with the same `DTensor`s in the same order; `Partial` tensors
     are reduced. The ranks first exchange whether their trees can be gathered: if any tree cannot, every rank raises an
     error. The tensors are gathered sequentially. A rank with a result holds the result and at most one additional
-    tensor. Other ranks only send their parts, if `pg` contains all ranks of the mesh. (Interleaved shards, and sums
-    over the mesh, are unsharded on every rank, and released immediately.)
+    tensor. Other ranks only send their parts, if `pg` contains all ranks of the mesh. (Sums over the mesh are unsharded
+    on every rank, and released immediately.)
 
     Plain and replicated tensors are not copied and share memory with the result, unless they are moved to another
     device. Each entry is gathered separately, including tied entries.
@@ -99,9 +99,8 @@ def gather_state_dict(
     Raises:
         TypeError: for a leaf of an unknown type.
         ValueError: for a rank that `pg` does not contain, a tensor without values, or a required `DTensor` on a mesh
-            without this rank; for a local part whose size differs from torch's; for both `cpu_offload` and a different
-            `device`; if ranks of a mesh have different `DTensor`s or `ranks_only`.
-        NotImplementedError: for interleaved shards on a mesh whose ranks are not in ascending order.
+            without this rank; for a local part whose size or place differs from torch's; for both `cpu_offload` and a
+            different `device`; if ranks of a mesh have different `DTensor`s or `ranks_only`.
         RuntimeError: if another rank did not answer.
     """
     home = None if device is None else torch.device(device)
@@ -121,7 +120,7 @@ def gather_state_dict(
                     f"{spelled(path)}: a DTensor on a mesh that this rank is not in, so the rank cannot have it whole. "
                     "Name the ranks that get the result in ranks_only."
                 )
-            if difference := odd_local_part(leaf):
+            if difference := odd_parts(leaf):
                 raise ValueError(f"{spelled(path)}: {difference}. Make it with distribute_tensor.")
             if is_dtensor(leaf) and not is_tensor(leaf):
                 raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")

@@ -9,6 +9,7 @@ the order of the mesh. This module sends each part as bytes directly to the rank
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group
-from fsdp.distributed.dtensor import DimSharding, MeshPart, arrived, full_tensor, local_part
+from fsdp.distributed.dtensor import DimSharding, MeshPart, arrived, local_part
 
 _WHAT = "the gather of a state dict"
 
@@ -84,10 +85,7 @@ class Gathering:
             placements = tuple(Replicate() if each.is_partial() else each for each in part.placements)
             tensor = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
             part = MeshPart(part.mesh, placements, part.shape)
-        if has_only_usual_placements(part):
-            full = self._put_together(arrived(local_part(tensor)), part)
-        else:
-            full = _put_together_by_torch(tensor, part)
+        full = self._put_together(arrived(local_part(tensor)), part)
         return full.to(home) if self.is_wanted and full is not None else None
 
     def _put_together(self, local: Tensor, part: MeshPart) -> Tensor | None:
@@ -110,29 +108,6 @@ class Gathering:
                 comm.settle()  # copies for sending must not accumulate
             local = local if full is None else full
         return full
-
-
-def has_only_usual_placements(part: MeshPart) -> bool:
-    """Return True if it is sharded plainly, so that this rank's place is known without asking torch."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    return all(type(placement) in (Replicate, Shard) for placement in part.placements)
-
-
-def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
-    # Interleaved parts (fully_shard over tensor parallelism) are to be sorted, which torch knows how to do.
-    ranks = part.mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise NotImplementedError(
-            f"placements {list(part.placements)} on a mesh of ranks {part.mesh.mesh.tolist()}: torch puts interleaved "
-            "parts together in the order of ranks. Make the mesh with init_device_mesh."
-        )
-    # As bytes, in an additional last dimension, so that the placements remain valid.
-    local = arrived(local_part(tensor)).resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
-    shape = torch.Size([*part.shape, tensor.dtype.itemsize])
-    sent = MeshPart(part.mesh, part.placements, shape).dtensor(local)
-    full = full_tensor(sent).contiguous().view(tensor.dtype).squeeze(-1)
-    return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
 def _joined(
@@ -178,12 +153,24 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def odd_local_part(tensor: Tensor) -> str | None:
-    """Return the error in the size of a manually created `DTensor`'s local part, or None."""
+def odd_parts(tensor: Tensor) -> str | None:
+    """Return the error in the parts of a manually created `DTensor`: their sizes or places are not torch's; or None."""
     part = MeshPart.of(tensor)
-    if part is None or part.mesh.get_coordinate() is None or not has_only_usual_placements(part):
+    if part is None or part.mesh.get_coordinate() is None:
         return None
+    placements = list(part.placements)
+    for number, placement in enumerate(placements):
+        # Of interleaved shards, `fully_shard` over tensor parallelism makes those that divide parts of the dimensions
+        # behind theirs, and so lie in one piece.
+        behind = [dim for dim in range(number + 1, len(placements)) if _dim_of(placements[dim]) == _dim_of(placement)]
+        parts = math.prod(map(part.mesh.size, behind))
+        if getattr(placement, "split_factor", parts) != parts:
+            return f"{placements} interleaves other parts than those of the mesh dimensions behind it"
     ours, theirs = local_part(tensor).shape, part.held_of(torch.empty(part.shape, device="meta")).shape
     if ours == theirs:
         return None
-    return f"the local part is {list(ours)}, and {list(part.placements)} of {list(part.shape)} makes it {list(theirs)}"
+    return f"the local part is {list(ours)}, and {placements} of {list(part.shape)} makes it {list(theirs)}"
+
+
+def _dim_of(placement: Any) -> int | None:
+    return getattr(placement, "dim", None)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.communicator import some_of
 from fsdp.distributed.dtensor import MeshPart, arrived, is_dtensor, local_part, set_local_part
-from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part
+from fsdp.state_dict_utils.gather import odd_parts
 from fsdp.state_dict_utils.host_memory import allocate
 
 PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
@@ -167,27 +167,6 @@ def has_part(tensor: Tensor) -> bool:
     return part is None or part.mesh.get_coordinate() is not None
 
 
-def own_part(value: Tensor, target: Tensor) -> Tensor:
-    """Return this rank's part of an unsharded value for `target`; it shares memory if possible."""
-    part = MeshPart.of(target)
-    if part is None:
-        return value
-    if has_only_usual_placements(part):
-        return part.held_of(value)
-    from torch.distributed.tensor import DTensor, Replicate
-
-    # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
-    for dim in sorted({each.dim for each in part.placements if hasattr(each, "dim")}):
-        size = part.shape[dim]
-        indices = torch.arange(size, device=part.mesh.device_type)
-        indices = indices.view([size if number == dim else 1 for number in range(len(part.shape))])
-        replicated = DTensor.from_local(indices, part.mesh, [Replicate()] * part.mesh.ndim, run_check=False)
-        there = [each if getattr(each, "dim", None) == dim else Replicate() for each in part.placements]
-        ours = local_part(replicated.redistribute(placements=there))
-        value = value.index_select(dim, ours.flatten().to(value.device))
-    return value
-
-
 def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bool = False) -> Tensor:
     """Store an unsharded value in `target`, or in a new tensor on `home` if `target` is None or a meta tensor.
 
@@ -197,7 +176,8 @@ def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bo
         return value.to(home, copy=not is_ours)
     if not has_part(target):
         return target
-    part = own_part(value, target)
+    mesh_part = MeshPart.of(target)
+    part = value if mesh_part is None else mesh_part.held_of(value)
     if not target.is_meta:
         local_part(target).detach().copy_(part)
         return target
@@ -218,7 +198,7 @@ def differ_as_values(full: Any, local: Any) -> str | None:
         return None
     if part is not None and any(placement.is_partial() for placement in part.placements):
         return f"placements {list(part.placements)}: a Partial has no part of a whole value"
-    return odd_local_part(local) or (None if local.is_meta else not_writable(local))
+    return odd_parts(local) or (None if local.is_meta else not_writable(local))
 
 
 def differ_as_parts(source: Any, into: Any) -> str | None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp import use_torch_collectives
-from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
+from fsdp.state_dict_utils import CompanionMismatch, distribute_state_dict, gather_state_dict
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.state_trees import (
@@ -53,10 +53,14 @@ def test_partial_tensors_are_summed() -> None:
 def test_parts_are_joined_in_the_order_of_the_mesh() -> None:
     for whole in (counting(8, 4), counting(7, 5)):
         line, square = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])
-        tree = [spread(whole, line, [Shard(0)]), spread(whole, square, [Shard(1), Shard(0)])]
-        assert_same_tree(gather_state_dict(tree), [whole, whole])
+        tree = [
+            spread(whole, line, [Shard(0)]),
+            spread(whole, square, [Shard(1), Shard(0)]),
+            spread(whole, square, [_StridedShard(0, split_factor=2), Shard(0)]),
+        ]
+        assert_same_tree(gather_state_dict(tree), [whole] * 3)
         local = [torch.zeros_like(tensor) for tensor in tree]
-        assert_same_tree(distribute_state_dict([whole, whole], local, "cpu"), tree)
+        assert_same_tree(distribute_state_dict([whole] * 3, local, "cpu"), tree)
 
 
 @pytest.mark.parametrize("wanted", [(), (1,)])
@@ -99,11 +103,14 @@ def test_sums_of_parts_are_summed_and_joined() -> None:
         assert_same_tree(gather_state_dict([tensor]), [whole])
 
 
-@on_ranks(4)
-def test_interleaved_parts_on_an_unordered_mesh_are_refused() -> None:
-    tensor = spread(counting(8), DeviceMesh("cpu", [[3, 1], [0, 2]]), [_StridedShard(0, split_factor=2), Shard(0)])
-    with pytest.raises(NotImplementedError, match=r"on a mesh of ranks \[\[3, 1\], \[0, 2\]\]: .* init_device_mesh"):
+@on_ranks(2)
+def test_parts_that_are_interleaved_otherwise_are_refused() -> None:
+    tensor = spread(counting(8), mesh_of(2), [_StridedShard(0, split_factor=2)])
+    message = r"^0: .*_StridedShard.* interleaves other parts than those of the mesh dimensions behind it"
+    with pytest.raises(ValueError, match=message):
         gather_state_dict([tensor])
+    with pytest.raises(CompanionMismatch, match=message):
+        distribute_state_dict([counting(8)], [tensor], "cpu")
 
 
 @on_ranks(3)
