@@ -95,6 +95,16 @@ def spread_everywhere() -> tuple[dict[str, Any], dict[str, Any]]:
     return sharded, wholes
 
 
+def blank(tree: dict[str, Any], change: Callable[[DTensor], Tensor] = torch.zeros_like) -> dict[str, Any]:
+    """A tree of `spread_everywhere` with other tensors in the place of its own."""
+    return {name: {key: change(tensor) for key, tensor in inside.items()} for name, inside in tree.items()}
+
+
+def tensors_in(tree: dict[str, Any]) -> list[Any]:
+    """The tensors of a tree of `spread_everywhere`."""
+    return [tensor for inside in tree.values() for tensor in inside.values()]
+
+
 def partial_sums(whole: Tensor) -> DTensor:
     """A `DTensor` whose ranks hold summands of `whole`."""
     mesh = mesh_of(dist.get_world_size())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp import state_dict_utils
@@ -35,13 +35,6 @@ from tests.helpers.state_trees import (
     spread,
     spread_everywhere,
 )
-
-
-class Custom:
-    """A type that no one knows."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
 
 
 def test_the_package_knows_nothing_of_sharded_models() -> None:
@@ -128,7 +121,7 @@ def test_copying_writes_parameters_in_place_and_casts_to_their_dtype() -> None:
     assert_same_tree(weight.data, counting(3, dtype=torch.bfloat16))
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(4)
 def test_copying_dtensors_copies_each_ranks_part() -> None:
     source, _ = spread_everywhere()
     into = create_cpu_state_dict(source)
@@ -165,14 +158,6 @@ def test_copying_between_different_trees_says_where_and_changes_nothing(name: st
     assert caught.value.path[0] == "rest"
     assert re.search(message, str(CompanionMismatch(caught.value.path[1:], caught.value.difference)))
     assert_same_tree(first, counting(2))
-
-
-def test_a_mismatch_knows_its_path_and_its_difference() -> None:
-    with pytest.raises(CompanionMismatch) as caught:
-        copy_state_dict({"state": [{0: 1}]}, {"state": [{0: torch.ones(1)}]})
-    assert caught.value.path == ("state", 0, 0)
-    assert caught.value.difference == "int and tensor [1] of float32"
-    assert isinstance(caught.value, ValueError)
 
 
 def test_tensors_on_the_meta_device_are_neither_source_nor_target() -> None:
@@ -289,51 +274,3 @@ def test_chosen_ranks_get_the_offloaded_tree_and_dtensors_stay_sharded() -> None
     assert_same_tree(result, tree if dist.get_rank() == 1 else {})
     with pytest.raises(ValueError, match=r"ranks_only=\(3,\): there is no rank 3, only 0 to 2"):
         offload_state_dict_to_cpu(tree, ranks_only=(3,))
-
-
-# Types
-
-
-def test_unknown_types_are_refused_everywhere() -> None:
-    tree = {"a": [Custom(1)]}
-    for call in (
-        offload_state_dict_to_cpu,
-        create_cpu_state_dict,
-        lambda tree: copy_state_dict(tree, {"a": [None]}),
-        lambda tree: copy_state_dict({"a": [None]}, tree),
-        lambda tree: check_state_dict_similarity({"a": [None]}, tree),
-        lambda tree: check_state_dict_similarity(tree, {"a": [None]}),
-    ):
-        with pytest.raises(TypeError, match=r"^a\.0: a Custom is neither a container"):
-            call(tree)
-
-
-def test_without_the_check_unknown_leaves_are_copied_with_their_tree() -> None:
-    custom = Custom(1)
-    assert offload_state_dict_to_cpu([custom], type_check=False)[0] is custom
-    for copied in (
-        create_cpu_state_dict([custom], type_check=False)[0],
-        copy_state_dict([custom], [None], type_check=False)[0],
-    ):
-        assert copied is not custom
-        assert copied.value == 1
-    assert check_state_dict_similarity([custom], [Custom(2)], type_check=False)
-    assert not check_state_dict_similarity([custom], [1], type_check=False)
-
-
-@pytest.mark.parametrize("leaf", [torch.float32, torch.device("cpu"), {1, 2}, bytearray(b"x")])
-def test_types_that_look_familiar_are_unknown(leaf: Any) -> None:
-    with pytest.raises(TypeError, match="is neither a container"):
-        gather_state_dict([leaf])
-
-
-def test_sparse_tensors_are_unknown() -> None:
-    with pytest.raises(TypeError, match=r"^0: a tensor of layout torch.sparse_coo, and only strided .* to_dense\(\)"):
-        gather_state_dict([torch.eye(2).to_sparse()])
-    sparse = torch.eye(2).to_sparse()
-    assert gather_state_dict([sparse], type_check=False)[0].is_sparse
-
-
-def test_tensors_are_recognised_as_whatever_subclass() -> None:
-    buffer = nn.Buffer(counting(2))
-    assert isinstance(gather_state_dict([buffer])[0], Tensor)

@@ -130,7 +130,7 @@ def trees_of_views(draw: st.DrawFn) -> Any:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(trees_of_views())
 def test_a_copy_is_what_torch_load_gives_of_what_torch_save_wrote(tree: Any) -> None:
     file = io.BytesIO()

@@ -341,17 +341,6 @@ def test_choices_equal_the_unsharded_model(recompute: bool | None, accumulate: i
     assert_at_rest(pair.model)
 
 
-@pytest.mark.parametrize("part", PARTS)
-@on_ranks(3)
-def test_each_part_alone(part: str) -> None:
-    pair = Pair(bucket_cap_mb=0)
-    around = ["left"] if part == "inner" else []
-    for runs in ([True, False, False], [False, True, True]):
-        pair.backward([nothing_but(*around, *([part] if here else [])) for here in runs])
-        pair.step()
-    pair.assert_close()
-
-
 @on_ranks(3)
 def test_ranks_run_different_parts_side_by_side() -> None:
     """None of them knows the order of the others' backwards."""
@@ -472,15 +461,6 @@ def test_a_forward_without_backward_changes_nothing() -> None:
         choices = [nothing_but("layer"), nothing_but("layer", "left"), nothing_but()]
         pair.model(torch.randn(2, WIDTH), choices[pair.rank], fsdp.cond)
         pair.backward()
-        pair.step()
-    pair.assert_close()
-
-
-@on_ranks(1)
-def test_a_world_of_one_runs_or_does_not() -> None:
-    pair = Pair()
-    for parts in (PARTS, (), ("left",)):
-        pair.backward([nothing_but(*parts)])
         pair.step()
     pair.assert_close()
 

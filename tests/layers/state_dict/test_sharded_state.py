@@ -91,19 +91,6 @@ def test_what_a_plain_model_has_saved_is_loaded(
     ranks(world_size).run(_load, tmp_path / "state", with_folder(form | rest, tmp_path / "loading"))
 
 
-@parametrize_pairs(world_size=[2, 3], options=FORMS)
-@on_ranks("world_size")
-def test_whole_and_sharded_states_are_read_as_each_other(tmp_path: Path, options: dict[str, Any]) -> None:
-    first, second, third = (everything(fully_sharded(**options), seed=seed) for seed in (1, 2, 3))
-    dcp.save(first.state_dict(), checkpoint_id=tmp_path / "whole")
-    load_sharded(second, tmp_path / "whole")
-    save_sharded(second, tmp_path / "sharded")
-    state = third.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path / "sharded")
-    third.load_state_dict(state)
-    assert_whole_state(third, everything, seed=1)
-
-
 # Training
 
 

@@ -57,12 +57,6 @@ def test_the_state_is_the_plain_modules(flatten_parameters: bool) -> None:
     assert_same_state(Parent(wrap).state_dict(), Parent(keep).state_dict())
 
 
-def test_every_rank_gets_the_same_state_after_training(ranks: RankPool) -> None:
-    states = ranks(3).run(_train_and_save)
-    for other in states[1:]:
-        assert_same_state(other, states[0])
-
-
 def _train_and_save() -> dict[str, Any]:
     model = zoo(fully_sharded())
     train(model)
@@ -181,8 +175,10 @@ def test_there_and_back(flatten_parameters: bool) -> None:
 
 
 def test_a_state_saved_at_one_world_size_loads_at_another(ranks: RankPool) -> None:
-    state = ranks(3).run(_train_and_save)[0]
-    for world_size in (1, 2, 4):
+    state, *others = ranks(3).run(_train_and_save)
+    for other in others:
+        assert_same_state(other, state)
+    for world_size in (1, 4):
         ranks(world_size).run(_load_what_others_saved, state)
 
 
@@ -251,14 +247,11 @@ def test_ranks_that_keep_nothing_of_a_parameter_notice_that_it_changed() -> None
 
 
 LOADS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "everything": lambda state: state,
     "plain_dict": dict,  # without the versions that torch keeps beside it
     "missing": lambda state: state.pop("trunk.2.0.weight"),
     "missing_tied": lambda state: state.pop("head.weight"),
-    "missing_buffer": lambda state: state.pop("trunk.1.running_mean"),
     "missing_counter": lambda state: state.pop("trunk.1.num_batches_tracked"),
     "missing_unit": lambda state: [state.pop(name) for name in list(state) if name.startswith("trunk.2")],
-    "unexpected": lambda state: state.update(extra=torch.ones(1)),
     "unexpected_inside": lambda state: state.update({"trunk.2.0.extra": torch.ones(1)}),
     "unexpected_unit": lambda state: state.update({"trunk.9.weight": torch.ones(1)}),
     "shape": lambda state: state.update({"trunk.2.0.weight": torch.ones(3, 3)}),
@@ -586,7 +579,7 @@ def test_a_load_through_a_parent_that_failed_is_put_right_by_the_next_use(use: C
 # Memory
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_no_rank_holds_two_full_copies() -> None:
     wrap = fully_sharded()
     model = wrap(nn.Sequential(*(wrap(nn.Linear(64, 64, bias=False)) for _ in range(LAYERS)), nn.Linear(64, 1)))
