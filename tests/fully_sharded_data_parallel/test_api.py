@@ -553,7 +553,6 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "double": nn.Module.double,
     "bfloat16": nn.Module.bfloat16,
     "half": nn.Module.half,
-    "to_float64": lambda module: module.to(torch.float64),
     "to_device_and_dtype": lambda module: module.to("cpu", torch.float64),
 }
 
@@ -635,33 +634,3 @@ def test_nothing_warns() -> None:
         model.double()
         repr(model)
         step(model)
-
-
-# Models side by side
-
-
-@on_ranks(2)
-def test_a_teacher_is_the_average_of_its_students() -> None:
-    found, expected = _distil(fully_sharded(), inputs), _distil(keep, inputs)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def _distil(wrap: Wrap, batch: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Collective. The teacher is stepped in place, shard by shard."""
-    teacher, student = nested_mlp(wrap, seed=1), nested_mlp(wrap, seed=2)
-    optimizer = sgd_with_momentum(student.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        with torch.no_grad():
-            target = teacher(batch())
-        (student(batch()) - target).square().mean().backward()
-        if wrap is keep:
-            for param in student.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-        optimizer.step()
-        with torch.no_grad():
-            for average, param in zip(teacher.parameters(), student.parameters(), strict=True):
-                average.lerp_(param, 0.3)
-    return {f"teacher.{k}": v for k, v in teacher.state_dict().items()} | student.state_dict()

@@ -48,13 +48,13 @@ from tests.helpers.twins import batch, score
     make_optimizer=[sgd_with_momentum, adamw],
     options=[FLAT, ORIGINAL, UNFLATTENED],
     make=[nested, tied_and_frozen, recurrent],
+    travel=[copy.deepcopy, through_pickle],
 )
 @on_ranks("world_size")
 def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(case: Case) -> None:
-    travel = copy.deepcopy
     first = CopiedTwins.of(case.make, case.make_optimizer, **case.options)
     first.train(0, 1)
-    second = first.copied(travel)
+    second = first.copied(case.travel)
     second.assert_close()
     second.train(2, 3, 4)
     first.assert_close()  # what the copy has learned is not in it

@@ -30,18 +30,16 @@ from tests.helpers.copied_twins import (
     connected,
     every_form,
     nested,
-    recurrent,
     shard_bytes,
     state_of,
     through_pickle,
-    tied_and_frozen,
     train,
     wrappers_in,
 )
 from tests.helpers.equality import assert_same_state
 from tests.helpers.memory import handles_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
@@ -60,31 +58,7 @@ def through_torch(item: Any, **how: Any) -> Any:
     return torch.load(buffer, weights_only=False, **how)
 
 
-def connected_through_torch(item: Any) -> Any:
-    return connected(through_torch(item))
-
-
 # There and back
-
-
-@parametrize_cases(
-    at_most=5,
-    world_size=[2, 3, 1],
-    travel=[through_pickle, connected_through_torch],
-    make_optimizer=[sgd_with_momentum, adamw],
-    options=[FLAT, ORIGINAL, UNFLATTENED],
-    make=[nested, tied_and_frozen, recurrent],
-)
-@on_ranks("world_size")
-def test_training_goes_on_as_if_nothing_had_been_pickled(case: Case) -> None:
-    first = CopiedTwins.of(case.make, case.make_optimizer, **case.options)
-    first.train(0, 1)
-    second = first.copied(case.travel)
-    second.assert_close()
-    second.train(2, 3)
-    first.train(4)
-    first.assert_close()
-    second.assert_close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import threading
@@ -141,11 +140,11 @@ def test_a_thousand_stagings_of_the_same_tensors_hold_what_one_does() -> None:
 
 
 @every_memory
-def test_a_thousand_stagings_of_new_tensors_leave_nothing(share_memory: bool) -> None:
+def test_hundreds_of_stagings_of_new_tensors_leave_nothing(share_memory: bool) -> None:
     stager = StateDictStager(share_memory=share_memory)
     gc.collect()
     objects = None
-    for step in range(1000):
+    for step in range(300):
         stager.stage({"w": torch.zeros(KIB), "view": torch.zeros(4)[1:]})
         if step == 100:
             objects = len(gc.get_objects())
@@ -183,20 +182,6 @@ def test_closing_releases_what_nobody_holds_and_leaves_the_rest() -> None:
     assert copied.sum() == KIB
     with pytest.raises(RuntimeError, match="was closed"):
         stager.stage(held)
-
-
-def test_what_copies_itself_is_staged_in_memory_of_the_stager() -> None:
-    class CopiesItself:
-        def __init__(self, weight: Tensor) -> None:
-            self.weight = weight
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
-            return CopiesItself(copy.deepcopy(self.weight, memo))
-
-    stager = StateDictStager()
-    made = stager.stage(CopiesItself(torch.nn.Parameter(torch.ones(KIB))))
-    assert made.weight.sum() == KIB
-    assert stager.held_bytes == 1024
 
 
 def test_a_copy_outlives_the_stager() -> None:

@@ -104,13 +104,12 @@ def test_a_state_that_does_not_fit_changes_nothing(change: Callable[[Any], None]
     assert_whole_state(model, everything, seed=0)
 
 
-@pytest.mark.parametrize("change", [without_a_key, with_another_shape])
 @on_ranks(3)
-def test_all_ranks_refuse_what_one_rank_cannot_load(change: Callable[[Any], None]) -> None:
+def test_all_ranks_refuse_what_one_rank_cannot_load() -> None:
     model = everything(fully_sharded())
     state = other_state(model)
     if dist.get_rank() == 1:
-        change(state)
+        with_another_shape(state)
     own = "Error.s. in loading state_dict"
     told = f"rank {dist.get_rank()}: rank 1 could not load its part of a sharded state. RuntimeError: {own}"
     with pytest.raises(RuntimeError, match=own if dist.get_rank() == 1 else told):

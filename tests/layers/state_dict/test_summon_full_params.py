@@ -22,8 +22,6 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, nested_mlp, sgd_with_momentum
 
-every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-flattened = pytest.mark.parametrize("flatten_parameters", [True, False], ids=["flat", "unflattened"])
 tied_transformer = partial(tiny_transformer, tied=True)
 
 
@@ -495,15 +493,6 @@ def _write_in_summon(model: Any) -> None:
     with model.summon_full_params():
         for param in model.parameters():
             param.data.add_(1.0)
-
-
-@on_ranks(2)
-def test_an_exception_in_apply_leaves_the_model_usable() -> None:
-    model = nested_mlp(fully_sharded())
-    with pytest.raises(ValueError, match="of the user"):
-        model.apply(fail)
-    assert_same_at_rest(model, nested_mlp())
-    step(model)
 
 
 @on_ranks(1, 3)
