@@ -153,8 +153,7 @@ class Directory:
 
     def __init__(self, runtime: Runtime) -> None:
         self._root, self.units, self.handles = runtime.root, runtime.units, runtime.handles
-        self._modules: list[tuple[str, nn.Module]] = []
-        self._numbers: dict[nn.Module, int] = {}
+        self._list_modules()
         self.regions: dict[nn.Module, Region] = {}  # that were ever reached
 
     def region(self, module: nn.Module) -> Region:
@@ -165,11 +164,9 @@ class Directory:
 
     def region_of_number(self, number: int) -> Region:
         """The region that another rank named."""
-        self._number(self._root.module)
         return self.region(self._modules[number][1])
 
     def name(self, number: int) -> str:
-        self._number(self._root.module)
         return clean_name(self._modules[number][0]) or self._root.name
 
     def describe(self, message: Message) -> str:
@@ -185,10 +182,13 @@ class Directory:
             return "waiting for other ranks"
         return f"{kind.name.lower()} in fsdp.join"
 
+    def _list_modules(self) -> None:
+        self._modules = list(self._root.module.named_modules())
+        self._numbers = {found: number for number, (_, found) in enumerate(self._modules)}
+
     def _number(self, module: nn.Module) -> int:
         if module not in self._numbers:
-            self._modules = list(self._root.module.named_modules())
-            self._numbers = {found: number for number, (_, found) in enumerate(self._modules)}
+            self._list_modules()  # some were added
         if module not in self._numbers:
             raise ValueError(
                 f"fsdp.cond: this {type(module).__name__} is not inside {self._root.name}, so other ranks cannot "
@@ -241,7 +241,6 @@ class Visits(Participation):
         self._mode = 0  # of the current backward, for ranks that begin one to take part
         self._open: list[Visit] = []  # that are running, the innermost last
         self._owed: list[Visit] = []  # mixed visits whose backward may follow
-        self._mixed: set[Unit] = set()  # units of mixed visits, which may be unsharded on some ranks only
         self._touched: set[FlatParamHandle] = set()  # of units around regions that ran somewhere
         self._visited: dict[Region, bool] = {}  # in this forward, and whether mixed
         self._count = 0  # of places in this forward
@@ -388,8 +387,6 @@ class Visits(Participation):
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
-        if not self._owed:
-            self._mixed.clear()  # their forwards had no graph, and they were resharded then
         reduces = all(unit.policy.sync is not GradientSync.NONE for unit in self._runtime.units)
         listed = [param for handle in self._directory.handles for param in handle.listed_params]
         self._has_recomputed = False
@@ -439,17 +436,15 @@ class Visits(Participation):
                         self._runtime.reduce(unit, handle)
         if self._owed:
             self._wait_at(END)
-            self._settle_owed(Kind.WAIT)
-        self._close_backward()
+        self._close_backward(Kind.WAIT)
 
     def end_followed_backward(self) -> None:
         """Collective. The backward has ended on the ranks that run it; this rank has finished its batches."""
-        self._settle_owed(Kind.FINISHED)
-        self._close_backward()
+        self._close_backward(Kind.FINISHED)
         self._runtime.finish_backward()
         self._runtime.synchronise(GradientSync.FULL)
 
-    def _settle_owed(self, kind: Kind) -> None:
+    def _close_backward(self, kind: Kind) -> None:
         """Collective. Forget the visits that the backward which ends came to, on any rank."""
         owed, self._owed = self._owed, []
         for start in range(0, len(owed), _BITS_TOLD):
@@ -458,13 +453,10 @@ class Visits(Participation):
             bits = sum(1 << number for number, has_come in enumerate(came) if has_come)
             anywhere = reduce(or_, (row.extra for row in self.round(Message(kind, END, 0, bits))[0]))
             self._owed += [visit for number, visit in enumerate(some) if not anywhere >> number & 1]
-
-    def _close_backward(self) -> None:
-        self.is_uneven = False
-        mixed, self._mixed = self._mixed, {unit for visit in self._owed for unit in visit.units}
-        for unit in mixed:
+        for unit in {unit for visit in owed for unit in visit.units}:
             if unit.state is not TrainingState.FORWARD:
                 unit.reshard()  # it may be unsharded on some ranks only
+        self.is_uneven = False
         self._touched.clear()
 
     def announce(self, message: Message) -> list[Message]:
@@ -657,10 +649,8 @@ class Visits(Participation):
         self._visited[region] = visit.is_mixed
         self._owed = [owed for owed in self._owed if owed.region is not region]
         region.last = visit
-        if visit.is_mixed:
-            self._mixed.update(visit.units)
-            if torch.is_grad_enabled():
-                self._touched.update(region.around)
+        if visit.is_mixed and torch.is_grad_enabled():
+            self._touched.update(region.around)
         if not self._open and self.joining is not None:
             self.are_some_finished, self.running_ranks = visit.is_mixed, sum(runs)
         region.orders[False].begin()
@@ -670,7 +660,6 @@ class Visits(Participation):
     def _leave(self, visit: Visit, rows: Sequence[Message]) -> None:
         if visit in self._open:  # not if other ranks recompute a part that this rank does not run
             self._open.remove(visit)
-        self._mixed.update(visit.units)
         for unit in visit.units:
             unit.yet_to_run = NO_MODULES  # of a group, of which this rank may have run others
             unit.reshard()  # all ranks are equal from here on
