@@ -417,13 +417,14 @@ def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
 
 @contextmanager
 def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
-    """Cast buffers from the dtype of computation to the dtype in which they are saved."""
+    """Cast buffers from the dtype of computation to the dtype in which they are saved; an `Exposure` has done so."""
+    cast = [unit for unit in units if unit.state is not TrainingState.SUMMON_FULL_PARAMS]
     try:
-        for unit in units:
+        for unit in cast:
             unit.buffers.widen()
         yield
     finally:
-        for unit in units:
+        for unit in cast:
             unit.buffers.narrow()
 
 
@@ -447,12 +448,13 @@ def _tell(
 @contextmanager
 def loading_in_place(unit: Unit) -> Iterator[None]:
     """Collective, unless a load around it is recorded. Let torch load into the unit's parameters inside."""
+    form = unit.request(LoadPass)
     with ExitStack() as stack:
-        if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
+        if form is None:  # it is loaded through a module around it, or inside of it
             ensure_agreed(unit)
-            form, units = LoadPass(read=_agree_to_read(unit, unit.module)), [each for _, each in units_in(unit)]
-            stack.enter_context(serving(units, form))
-        stack.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
+            form = LoadPass(read=_agree_to_read(unit, unit.module))
+            stack.enter_context(serving([each for _, each in units_in(unit)], form))
+        stack.enter_context(_loadable(unit, form))
         yield
 
 
@@ -467,7 +469,7 @@ def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
     else:
         exposure = _recording(unit, form)
     try:
-        with stored_buffers([unit]):
+        with memory_to_load_into([unit]):
             yield
     finally:
         if is_read:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, OtherRankError, TrainingState, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, MixedPrecision, OtherRankError, TrainingState, get_fsdp_instances
 from fsdp.engine.names import clean_name
 from tests.helpers.calls import summon
 from tests.helpers.equality import assert_same_state
@@ -147,6 +147,18 @@ def test_a_state_dict_while_summoned() -> None:
                 value.fill_(17)
         model.load_state_dict(zoo(seed=1).state_dict())
     assert_same_state(model.state_dict(), zoo(seed=1).state_dict())
+
+
+@on_ranks(2)
+def test_buffers_stay_in_their_own_dtype_while_summoned() -> None:
+    layer: Any = nn.Linear(3, 3)
+    layer.register_buffer("table", torch.tensor(1.0001))
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model: Any = FullyShardedDataParallel(layer, mixed_precision=policy)
+    with model.summon_full_params():
+        model.load_state_dict({**model.state_dict(), "table": torch.tensor(1.0002)})
+        assert torch.equal(model.state_dict()["table"], torch.tensor(1.0002))
+    assert layer.table.dtype is torch.bfloat16
 
 
 # Loading
