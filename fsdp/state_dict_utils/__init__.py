@@ -136,14 +136,8 @@ def gather_state_dict(
         tensor = gathering.whole(leaf)
         return tensor if home is None or tensor is None else tensor.to(home)
 
-    if gathering.is_wanted:
-        result = mapped(whole, state_dict)
-    else:
-        for path, leaf in leaves(state_dict):
-            whole(path, leaf)
-        result = emptied(state_dict)
-    gathering.settle()
-    return result
+    result = mapped(whole, state_dict)
+    return result if gathering.is_wanted else emptied(state_dict)
 
 
 def _require_same_gather(told: list[tuple[str, str]]) -> None:
@@ -353,8 +347,7 @@ def broadcast_state_dict(
     def put(path: Path, info: Any, target: Any) -> Any:
         if not is_tensor(info):
             return info
-        value, is_ours = arrivals.take(target)
-        return placed(value, target, home, is_ours)
+        return placed(arrivals.take(target), target, home)
 
     return written(described, local, put)
 
@@ -481,19 +474,16 @@ class _Arrivals:
         self._messages = deque(_messages([leaf for _, leaf in leaves(described) if is_tensor(leaf)], budget))
         self._unpacked: deque[Tensor] = deque()
 
-    def take(self, target: Tensor | None) -> tuple[Tensor, bool]:
-        """Return the next tensor, and True if its memory is the caller's to keep.
-
-        On ranks other than 0, the tensor is received into `target` itself if dtype and device match.
-        """
+    def take(self, target: Tensor | None) -> Tensor:
+        """Return the next tensor. On ranks other than 0, it is received into `target` if dtype and device match."""
         if not self._unpacked:
             message = self._messages.popleft()
             if len(message) == 1:
                 return self._alone(message[0], target)
             self._unpacked.extend(self._together(message))
-        return self._unpacked.popleft(), False
+        return self._unpacked.popleft()
 
-    def _alone(self, info: Tensor, target: Tensor | None) -> tuple[Tensor, bool]:
+    def _alone(self, info: Tensor, target: Tensor | None) -> Tensor:
         if self._sources is not None:
             tensor = self._sources.popleft().detach().resolve_conj().resolve_neg().to(self._device).contiguous()
         elif target is not None and _is_plain(target) and (target.dtype, target.device) == (info.dtype, self._device):
@@ -502,7 +492,7 @@ class _Arrivals:
             tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
         if info.nbytes:
             self._comm.broadcast(as_bytes(tensor)).wait()
-        return tensor, self._sources is None
+        return tensor
 
     def _together(self, message: list[Tensor]) -> list[Tensor]:
         buffer = torch.empty(sum(map(_padded, message)), dtype=torch.uint8, device=self._device)

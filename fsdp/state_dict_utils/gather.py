@@ -25,10 +25,7 @@ _WHAT = "the gather of a state dict"
 
 
 class Gathering:
-    """The gather of a tree: the ranks that need the result, and the communicators that were used.
-
-    The ranks of the group in `ranks_only` need the result, or all ranks if it is empty.
-    """
+    """The gather of a tree for the ranks of the group in `ranks_only`, or for all ranks if it is empty."""
 
     def __init__(self, group: Group | None, ranks_only: Collection[int]) -> None:
         rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
@@ -39,7 +36,6 @@ class Gathering:
         self.is_wanted = not ranks_only or rank in ranks_only
         members = dist.get_process_group_ranks(group) if ranks_only and group is not None else []  # type: ignore[arg-type]
         self._wants = {member: number in ranks_only for number, member in enumerate(members)}
-        self._used: set[Communicator] = set()
 
     def ways(self, tensors: Iterable[Tensor]) -> list[tuple[Communicator, str]]:
         """Return the ways to the ranks of these tensors' meshes, along each dimension of each.
@@ -60,11 +56,6 @@ class Gathering:
     def _described(self, kinds: list[str]) -> str:
         digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
         return f"{self._ranks_only} and {digest[:8]}"
-
-    def settle(self) -> None:
-        """Block until all parts have been sent, so that they may be written again."""
-        for comm in self._used:
-            comm.settle()
 
     def whole(self, tensor: Tensor) -> Tensor | None:
         """Collective over the tensor's mesh. Return the unsharded tensor, or None if it is not needed.
@@ -91,7 +82,6 @@ class Gathering:
     def _put_together(self, local: Tensor, part: MeshPart) -> Tensor | None:
         """Gather over the mesh dimensions sequentially, from the innermost, which was sharded last."""
         full: Tensor | None = local
-        own = local
         for left, sharding in reversed(list(enumerate(part.shardings))):
             group = part.mesh.get_group(sharding.mesh_dim)
             comm = communicator(group, local.device)
@@ -101,11 +91,9 @@ class Gathering:
             wants = [left > 0 or self._wants.get(rank, False) for rank in ranks]
             if not all(rank in self._wants for rank in ranks):
                 wants = [True] * len(ranks)  # of some of them it is not known here
-            self._used.add(comm)
             piece = local.resolve_conj().resolve_neg().contiguous()
             full = _joined(comm, sharding, piece, _places(part, sharding, ranks), wants)
-            if piece is not own:
-                comm.settle()  # copies for sending must not accumulate
+            comm.settle()  # parts may be written again, and copies for sending must not accumulate
             local = local if full is None else full
         return full
 

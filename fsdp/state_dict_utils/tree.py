@@ -14,7 +14,7 @@ import copy
 import io
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -167,13 +167,10 @@ def has_part(tensor: Tensor) -> bool:
     return part is None or part.mesh.get_coordinate() is not None
 
 
-def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bool = False) -> Tensor:
-    """Store an unsharded value in `target`, or in a new tensor on `home` if `target` is None or a meta tensor.
-
-    If the memory of `value` is not shared (`is_ours`), `value` may become the new tensor.
-    """
+def placed(value: Tensor, target: Tensor | None, home: torch.device) -> Tensor:
+    """Store an unsharded value in `target`, or in a new tensor on `home` if `target` is None or a meta tensor."""
     if target is None:
-        return value.to(home, copy=not is_ours)
+        return value.to(home, copy=True)
     if not has_part(target):
         return target
     mesh_part = MeshPart.of(target)
@@ -181,8 +178,6 @@ def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bo
     if not target.is_meta:
         local_part(target).detach().copy_(part)
         return target
-    if is_ours and part is value and not is_dtensor(target):
-        return value.to(home, target.dtype)
     new = torch.empty_like(target.detach(), device=home, memory_format=torch.contiguous_format)
     local_part(new).copy_(part)
     return new
@@ -516,36 +511,25 @@ def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -
         raise ValueError(
             f"keys of the flat dict only: {some_of(map(repr, only))}. The mapping must have a path for each key."
         )
-    nested = _Inner()
-    for key, path in mapping.items():
-        if key in flat:
-            _set(nested, key, path, flat[key])
-    return _assembled(nested, (), mapping.containers if isinstance(mapping, FlatMapping) else {})
+    values = [(key, path, flat[key]) for key, path in mapping.items() if key in flat]
+    return _nested(values, (), mapping.containers if isinstance(mapping, FlatMapping) else {})
 
 
-class _Inner(dict[Any, Any]):
-    """A container that is being built, to distinguish it from values that are dicts."""
-
-
-def _set(nested: _Inner, key: str, path: Path, value: Any) -> None:
-    node = nested
-    for step in path[:-1]:
-        node = node.setdefault(step, _Inner())
-        if not isinstance(node, _Inner):
-            break
-    if not path or not isinstance(node, _Inner) or path[-1] in node:
-        raise ValueError(f"{key!r} has the path {path}, where another key has its value. Give it another path.")
-    node[path[-1]] = value
-
-
-def _assembled(node: Any, path: Path, containers: Mapping[Path, Any]) -> Any:
-    values = {
-        key: _assembled(child, (*path, key), containers) if isinstance(child, _Inner) else child
-        for key, child in node.items()
-    }
+def _nested(values: Sequence[tuple[str, Path, Any]], at: Path, containers: Mapping[Path, Any]) -> Any:
+    """Return the container at a path, of the values with their keys and paths, all of which lead through it."""
+    by_step: dict[Any, list[tuple[str, Path, Any]]] = {}
+    for key, path, value in values:
+        if len(path) == len(at):
+            raise ValueError(f"{key!r} has the path {path}, where another key has its value. Give it another path.")
+        by_step.setdefault(path[len(at)], []).append((key, path, value))
+    inside = {}
+    for step, below in by_step.items():
+        (_, path, value), *others = below
+        is_value = len(path) == len(at) + 1 and not others
+        inside[step] = value if is_value else _nested(below, (*at, step), containers)
     # Integers in a path are indices of lists, unless the container has a different known type. The root is a dict.
-    like = containers.get(path, [] if path and all(type(key) is int for key in values) else {})
+    like = containers.get(at, [] if at and all(type(step) is int for step in inside) else {})
     if not isinstance(like, Mapping):
-        size = max(len(like), *(key + 1 for key in values), 0)
-        values = {index: values.get(index) for index in range(size)}
-    return rebuilt(like, values)
+        size = max(len(like), *(step + 1 for step in inside), 0)
+        inside = {index: inside.get(index) for index in range(size)}
+    return rebuilt(like, inside)
