@@ -27,7 +27,6 @@ from tests.helpers.tied_siblings import (
     wrapped_siblings,
 )
 
-every_kind = pytest.mark.parametrize("kind", [0, 1, 2, 4], ids=["siblings", "deep", "three", "blocks"])
 used = pytest.mark.parametrize("is_used", [False, True], ids=["before use", "after use"])
 
 

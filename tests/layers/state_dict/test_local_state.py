@@ -22,9 +22,6 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
 
 FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
-every_form = pytest.mark.parametrize("form", FORMS, ids=["flat", "orig", "unflattened"])
-
-
 # Names
 
 
@@ -62,22 +59,17 @@ def test_tensors_are_the_model_s_own_and_plain(tmp_path: Path, form: dict[str, A
 # Round trips
 
 
-@parametrize_pairs(form=FORMS, world_size=[1, 2])
-def test_training_goes_on_from_a_loaded_local_state(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_trains_on, form)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+@parametrize_pairs(
+    options=[
+        *FORMS,
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
         {"reshard_after_forward": False},
         {"move_params_to_cpu": True},
     ],
-    ids=["mixed", "kept", "offloaded"],
+    world_size=[2, 1],
 )
-def test_training_goes_on_in_every_precision_and_home(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_trains_on, options)
+def test_training_goes_on_from_a_loaded_local_state(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
+    ranks(world_size).run(_trains_on, options)
 
 
 def _trains_on(options: dict[str, Any]) -> None:

@@ -68,7 +68,6 @@ def _with(key: str, value: Any) -> Callable[[Any], None]:
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "missing shard": (_without("inner.flat_param_0"), "missing keys 'inner.flat_param_0'"),
-    "missing buffer": (_without("table"), "missing keys 'table'"),
     "another model's": (_with("other.flat_param_0", torch.zeros(3)), "unexpected keys 'other.flat_param_0'"),
     "cut shard": (_with("few.flat_param_0", torch.zeros(0)), r"'few.flat_param_0' \(unit 'few', .* has 0 elements"),
     "buffer's shape": (_with("table", torch.zeros(5)), r"'table' has shape \(5,\), and the model has \(2, 3\)"),

@@ -38,17 +38,9 @@ def test_a_buffer_that_nobody_initialises(wrap: Wrap) -> None:
         fsdp.materialize(on_meta(Rotary, wrap))
 
 
-def nothing(module: nn.Module) -> None:
-    pass
-
-
 def to_meta(module: Any) -> None:
     module.weight = nn.Parameter(module.weight.to("meta"))
     nn.init.zeros_(module.bias)
-
-
-def emptied_on_meta(module: Any) -> None:
-    module.to_empty(device="meta", recurse=False)
 
 
 def half(module: Any) -> None:
@@ -75,11 +67,9 @@ def removed(module: Any) -> None:
 @pytest.mark.parametrize(
     ("init", "message"),
     [
-        (nothing, r"0 \(Linear\): its initialisation left weight without values"),
         (half, r"0 \(Linear\): its initialisation left weight without values"),
         (if_on_meta, r"left weight without values\. .* must not ask whether they are on the meta device"),
         (to_meta, r"0 \(Linear\): its initialisation left weight on the meta device"),
-        (emptied_on_meta, r"0 \(Linear\): its initialisation left weight on the meta device"),
         (reshaped, r"0 \(Linear\): its initialisation gave weight the shape \(3, 2\); it is \(2, 3\)"),
         (removed, r"0 \(Linear\): its initialisation removed weight"),
     ],
