@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.unit import Unit
+from fsdp.engine.unsharded_params import UnshardedParameters
 from fsdp.layers.listed_shards import params_of
 from fsdp.layers.quantized_params import MakeQuantized
 from fsdp.layers.quantized_reduce import Feedback, QuantizedReduceScatter, QuantizedSums, Quantizing
@@ -182,11 +184,11 @@ class Compression:
             self._feedback.setdefault(each.handle, []).append(each)
 
     def _gather_with(self, handle: FlatParamHandle) -> None:
-        plain: Any = handle.new_unsharded
-        make = plain = plain.plain if isinstance(plain, MakeQuantized) else plain
+        present: Any = handle.new_unsharded
+        make = UnshardedParameters if isinstance(present, MakeQuantized) else present
         if self.gather is not None and handle.flat_param.dtype in DTYPES:
-            make = MakeQuantized(plain, self.gather.codes)
-        if make is not handle.new_unsharded:
+            make = MakeQuantized(self.gather.codes)
+        if make is not present:
             handle.new_unsharded = make
             handle.renew_unsharded()
 
@@ -218,11 +220,7 @@ class Compression:
         """
         with during("stored_in()"):
             trained = [handle for handle in self._feedback if handle.requires_grad]
-
-            def check() -> None:
-                params = set(map(id, params_of(optimizer)))
-                self._require_storage(optimizer, params, trained)
-
+            check = partial(self._require_storage, optimizer, trained)
             done_by_all([self._root.everyone], "store its feedback", check)
             stored = []
             for handle in trained:
@@ -247,11 +245,9 @@ class Compression:
                 "object that the last call has returned"
             )
 
-    def _require_storage(
-        self, optimizer: torch.optim.Optimizer, params: set[int], trained: Sequence[FlatParamHandle]
-    ) -> None:
+    def _require_storage(self, optimizer: torch.optim.Optimizer, trained: Sequence[FlatParamHandle]) -> None:
         """Raise an error if an optimizer cannot store the feedback of these handles."""
-        kind = type(optimizer).__name__
+        kind, params = type(optimizer).__name__, set(map(id, params_of(optimizer)))
         self._require_present()
         for handle in trained:
             for param in handle.listed_params:
@@ -333,11 +329,9 @@ class _Sent:
 
     def add(self, messages: int, numel: int, dtype: torch.dtype, plain: torch.dtype) -> None:
         """Add messages of so many elements, of this dtype, which would be sent in the dtype `plain`."""
-        is_quantized = self._codes is not None and dtype in DTYPES
-        self.exact += messages * numel * plain.itemsize
-        self._quantized += messages * (
-            self._codes.nbytes(numel) if self._codes and is_quantized else numel * plain.itemsize
-        )
+        exact, codes = numel * plain.itemsize, self._codes if dtype in DTYPES else None
+        self.exact += messages * exact
+        self._quantized += messages * (exact if codes is None else codes.nbytes(numel))
 
     def __str__(self) -> str:
         share = f" ({self._quantized / self.exact:.3f})" if self.exact else ""

@@ -6,8 +6,9 @@ the shards, which stay exact, so errors do not accumulate over steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,20 +81,12 @@ class QuantizedParameters(UnshardedParameters):
 
 @dataclass(frozen=True)
 class MakeQuantized:
-    """A function that makes `QuantizedParameters`, where `plain` would make exact parameters.
+    """A function that makes `QuantizedParameters`. Its copies and pickles make exact parameters."""
 
-    Copies and pickles of the model are exact.
-    """
-
-    plain: Callable[..., UnshardedParameters]
     codes: BlockCodes
 
     def __call__(self, *args: Any, **others: Any) -> UnshardedParameters:
         return QuantizedParameters(*args, codes=self.codes, **others)
 
     def __reduce__(self) -> Any:
-        return _the_same, (self.plain,)
-
-
-def _the_same(plain: Callable[..., UnshardedParameters]) -> Callable[..., UnshardedParameters]:
-    return plain
+        return partial, (UnshardedParameters,)
