@@ -45,7 +45,7 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
         if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
             if module is not unit.module:
-                module.__dict__["requires_grad_"] = Freezing(unit, module)
+                module.__dict__["requires_grad_"] = partial(_require_grad, unit, module)
                 if not (lists_parts or names_shards):
                     # A bound method, because compilers look at the function of it.
                     module.__dict__["named_parameters"] = NamedParameters(unit, module).named_parameters
@@ -274,37 +274,29 @@ def _follow(unit: Unit, device: torch.device) -> None:
         handle.follow_shard()
 
 
-class Freezing:
-    """The ``requires_grad_`` of a module in a unit."""
-
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self.unit, self._module = unit, module
-
-    def __call__(self, requires_grad: bool = True) -> nn.Module:
-        inside = set(self._module.modules())
-        for handle in self.unit.handles:
-            here = [place for places in handle.places for place in places if place.module in inside]
-            listed = any(module in inside for module, _, _ in handle.presentation.entries)
-            packed = [
-                places[0].fqn for places, one in zip(handle.places, handle.flat_param.packings, strict=True) if one
-            ]
-            if packed and requires_grad and (here or listed):
-                raise RuntimeError(
-                    f"{self.unit.name}: {packed[0]} is sharded as bytes, which cannot be trained: thaw the parameters "
-                    "of other modules only, for instance of adapters"
-                )
-            if here and not listed and handle.requires_grad is not requires_grad:
-                raise RuntimeError(
-                    f"{self.unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
-                    "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
-                )
-        listing = self._module.__dict__.pop("named_parameters", None)  # which would warn where there is nothing to do
-        try:
-            type(self._module).requires_grad_(self._module, requires_grad)
-        finally:
-            if listing is not None:
-                self._module.__dict__["named_parameters"] = listing
-        return self._module
+def _require_grad(unit: Unit, module: nn.Module, requires_grad: bool = True) -> nn.Module:
+    """Override ``requires_grad_`` of a module in a unit."""
+    inside = set(module.modules())
+    for handle in unit.handles:
+        here = [place for places in handle.places for place in places if place.module in inside]
+        listed = any(owner in inside for owner, _, _ in handle.presentation.entries)
+        packed = [places[0].fqn for places, one in zip(handle.places, handle.flat_param.packings, strict=True) if one]
+        if packed and requires_grad and (here or listed):
+            raise RuntimeError(
+                f"{unit.name}: {packed[0]} is sharded as bytes, which cannot be trained: thaw the parameters "
+                "of other modules only, for instance of adapters"
+            )
+        if here and not listed and handle.requires_grad is not requires_grad:
+            raise RuntimeError(
+                f"{unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
+                "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
+            )
+    listing = module.__dict__.pop("named_parameters", None)  # which would warn where there is nothing to do
+    try:
+        return type(module).requires_grad_(module, requires_grad)
+    finally:
+        if listing is not None:
+            module.__dict__["named_parameters"] = listing
 
 
 class NamedParameters:
@@ -434,18 +426,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         module = unit.module
     if not callable(getattr(type(module), method_name, None)):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
-    module.__dict__[method_name] = ForwardMethod(unit, module, method_name)
+    module.__dict__[method_name] = partial(_call_as_forward, unit, module, method_name)
 
 
-class ForwardMethod:
-    """A method of a unit's module that unshards, computes and reshards as calling the module does."""
-
-    def __init__(self, unit: Unit, module: nn.Module, name: str) -> None:
-        self._unit, self._module, self._name = unit, module, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self._unit
-        method = MethodType(getattr(type(self._module), self._name), self._module)
-        if unit.state is TrainingState.FORWARD:
-            return method(*args, **kwargs)
-        return forward_hooks_of(self._module).around(method, args, kwargs)
+def _call_as_forward(unit: Unit, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a unit's module, which unshards, computes and reshards as calling the module does."""
+    method = MethodType(getattr(type(module), name), module)
+    if unit.state is TrainingState.FORWARD:
+        return method(*args, **kwargs)
+    return forward_hooks_of(module).around(method, args, kwargs)
