@@ -8,7 +8,6 @@ of the shard shows whether it was written.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -200,8 +199,8 @@ def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int,
     """
     known = [all(one is not None for one in each) for each in zip(*by_rank, strict=True)]
     for rank, found in enumerate(by_rank):
-        odd = [number for number, (mine, first) in enumerate(zip(found, by_rank[0], strict=True)) if mine != first]
-        odd = list(itertools.compress(odd, (known[number] for number in odd)))
+        pairs = zip(known, found, by_rank[0], strict=True)
+        odd = [number for number, (is_known, mine, first) in enumerate(pairs) if is_known and mine != first]
         if odd:
             return rank, odd[0], len(odd)
     return None

@@ -257,10 +257,9 @@ class FlattenParamsWrapper(Wrapper):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load plain or flat names (``flat_param`` counts as ``flat_param_0``)."""
-        renamed = {"flat_param_0" if key == "flat_param" else key: value for key, value in state_dict.items()}
         already_unflattened = bool(self._unflattened)
         try:
-            return super().load_state_dict(renamed, strict=strict, assign=assign)
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
         finally:
             if self._unflattened and not already_unflattened:
                 self._flatten_again(keep_changes=True)

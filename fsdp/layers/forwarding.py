@@ -8,8 +8,6 @@ from torch import nn
 
 from fsdp.engine.unit import Unit
 
-_KINDS = ("_parameters", "_buffers")
-
 
 class Forwarding(dict[str, Any]):
     """The ``_parameters`` or ``_buffers`` of a wrapper: it lists none, and finds and sets those of the wrapped module.
@@ -45,5 +43,5 @@ class Forwarding(dict[str, Any]):
 
 def forward_entries(wrapper: nn.Module, unit: Unit) -> None:
     """Make a wrapper find and set the parameters and buffers of its unit's module."""
-    for kind in _KINDS:
+    for kind in ("_parameters", "_buffers"):
         wrapper.__dict__[kind] = Forwarding(unit, kind)

@@ -89,7 +89,7 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
             f"{name_of(uneven)}, cannot be: use an optimizer that works element by element (Adam, AdamW, SGD, ...)"
         )
     elif not isinstance(optimizer, optim.SGD) and type(optimizer).__module__.startswith("torch.optim"):
-        lost = next((each for each in rows if each.is_complex() and each.dim() <= 1 and _is_lost_as_real(each)), None)
+        lost = next((each for each in rows if each.is_complex() and _is_lost_as_real(each)), None)
         if lost is not None:
             problem = (
                 f"steps complex numbers as pairs of real ones, and DTensors lose what is written to those of "
@@ -110,7 +110,7 @@ def _fewer_rows_than_ranks(param: Any) -> str:
 
 
 def _is_lost_as_real(param: Any) -> bool:
-    return param.dim() == 0 or _is_uneven(param)
+    return param.dim() == 0 or (param.dim() == 1 and _is_uneven(param))
 
 
 def _is_uneven(param: Any) -> bool:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp.distributed.gather_extension import PLAIN
 from fsdp.layers.tensor_protocol import TensorProtocol, protocol_of
 
 ALIGNED = 16  # bytes; each inner tensor begins at such a multiple, and each parameter has one
-_PLAIN = Tensor, nn.Parameter
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,6 @@ class _Inner:
         own = packed[self.start : self.stop]
         flat = (own if is_view else own.clone()).view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
-
-    def fill(self, packed: Tensor, tensor: Tensor) -> None:
-        _copy(tensor, self.of(packed))
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Packing:
         self.nbytes = self._stop
 
     def _form_of(self, tensor: Tensor) -> _Outer | _Inner:
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             if tensor.layout is not torch.strided:
                 raise TypeError(f"{self.name} has an inner tensor with the layout {tensor.layout}: {_REMEDY}")
             stride = torch.empty_like(tensor, device="meta").stride()
@@ -130,7 +127,7 @@ class Packing:
         Raises:
             ValueError: if the value is of another class, shape, dtype or metadata.
         """
-        if type(value) in _PLAIN and value.dtype is torch.uint8 and list(value.shape) == [self.nbytes]:
+        if type(value) in PLAIN and value.dtype is torch.uint8 and list(value.shape) == [self.nbytes]:
             return value
         self.check(value)
         return self.pack_form(value)
@@ -160,7 +157,7 @@ class Packing:
         inner = list(_inner_of(value, self._form))
         packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=inner[0][1].device if inner else value.device)
         for place, tensor in inner:
-            place.fill(packed, tensor)
+            _copy(tensor, place.of(packed))
         return packed
 
     def inner_of(self, value: Tensor) -> list[Any]:

@@ -146,7 +146,7 @@ class Groups:
             members = _members(group)
             shard, replicate = (group, None) if placements.optimizer != UNSHARDED else (LoneGroup(), group)
             if placements.is_nested or (strategy is not None and strategy.is_hybrid):
-                shard, replicate = _by_machine(group)
+                shard, replicate = _by_machine(group, os.environ.get("LOCAL_WORLD_SIZE", "missing"))
         else:
             if strategy is not None and not strategy.is_hybrid:
                 raise ValueError(
@@ -259,13 +259,14 @@ def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, 
     )
 
 
-def _by_machine(group: Group) -> tuple[Group, Group | None]:
-    """Collective the first time. Return the groups within the machine and across machines, for a group over several."""
-    return (group, None) if group.size() == 1 else _split(group, os.environ.get("LOCAL_WORLD_SIZE", "missing"))
-
-
 @once_for_groups
-def _split(group: Group, given: str) -> tuple[Group, Group | None]:
+def _by_machine(group: Group, given: str) -> tuple[Group, Group | None]:
+    """Collective the first time. Return the groups within the machine and across machines, for a group over several.
+
+    The text `given` is the number of ranks of a machine.
+    """
+    if group.size() == 1:
+        return group, None
     agree_on([communicator(group, HOST)], "values of LOCAL_WORLD_SIZE", given)
     local, ranks = int(given) if given.isdecimal() else 0, sorted(ranks_of(group))
     machines: dict[int, list[int]] = {}

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
-
 
 class TensorProtocol:
     """Torch's protocol, for classes that have its two methods."""
@@ -118,7 +116,7 @@ _TORCHS, _BITSANDBYTES = TensorProtocol(), QuantStateProtocol()
 
 def protocol_of(kind: type) -> TensorProtocol | None:
     """Return how tensors of a class are taken apart and put together, or None if nothing says it."""
-    if hasattr(kind, _FLATTEN) and hasattr(kind, _UNFLATTEN):
+    if hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__"):
         return _TORCHS
     is_4_bit = kind.__name__ == "Params4bit" and kind.__module__.partition(".")[0] == "bitsandbytes"
     return _BITSANDBYTES if is_4_bit else None
