@@ -28,6 +28,7 @@ from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.engine.storage import ShardStorage
 from fsdp.layers.exact_norm import over_all
 from fsdp.layers.listed_shards import params_of, shards_among
+from fsdp.layers.optimizer_mistakes import refuse, refuse_missing_gradients, refuse_mixed_gradients, warnings_of
 from fsdp.layers.optimizer_states import refuse_shards_of_others, unchecked, watch_states
 
 if TYPE_CHECKING:
@@ -146,19 +147,19 @@ def _check_gradients(optimizer: torch.optim.Optimizer, ours: list[tuple[Any, Any
                     "no_sync()."
                 )
             if param.grad.dtype is not param.dtype:
-                _mistakes().refuse_mixed_gradients(optimizer, param)
+                refuse_mixed_gradients(optimizer, param)
     if not has_gradient:
-        _mistakes().refuse_missing_gradients(type(optimizer).__name__, ours)
+        refuse_missing_gradients(type(optimizer).__name__, ours)
 
 
 def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]) -> tuple[_Examined, list[Part]]:
     """Raise an error for an optimizer that cannot step what it has been given, and warn, once, of what looks wrong."""
     refuse_shards_of_others(optimizer, unchecked.pop(optimizer, None))
     ours = shards_among(params)
-    _mistakes().refuse(optimizer, params, ours)
+    refuse(optimizer, params, ours)
     before = _examined.get(optimizer)
     if before is None:
-        for mistake in _mistakes().warnings_of(optimizer, params, ours):
+        for mistake in warnings_of(optimizer, params, ours):
             warnings.warn(mistake, stacklevel=5)
         watch_states(optimizer)
     owners = list({id(param.owner): param.owner for param in ours}.values())
@@ -173,12 +174,6 @@ def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]
         before is not None and before.has_stepped,
     )
     return known, parts
-
-
-def _mistakes() -> Any:
-    from fsdp.layers import optimizer_mistakes  # loaded with the first step
-
-    return optimizer_mistakes
 
 
 def _models_of(owners: Iterable[Any]) -> Iterator[tuple[Runtime, list[FlatParamHandle]]]:
