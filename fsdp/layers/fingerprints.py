@@ -159,15 +159,6 @@ class Fingerprints:
     def __init__(self, unsharded: Iterable[int | None], shards: Iterable[int]) -> None:
         self.unsharded, self._shards = list(unsharded), list(shards)
 
-    @classmethod
-    def of(cls, unsharded: Sequence[Tensor], shards: Sequence[Tensor]) -> Fingerprints:
-        """Take them of unsharded parameters (of `DTensor`s, local parts), and of this rank's shard of each."""
-        seen = [not each.is_meta for each in unsharded]
-        return cls(
-            (fingerprint(each) if is_seen else None for each, is_seen in zip(unsharded, seen, strict=True)),
-            (fingerprint(shard) if is_seen else 0 for shard, is_seen in zip(shards, seen, strict=True)),
-        )
-
     def only(self, slots: Iterable[int]) -> Fingerprints:
         """Return the fingerprints of some of the parameters."""
         kept = list(slots)
@@ -220,4 +211,7 @@ def take_fingerprints(
     layout = flat_param.make_layout(world_size)
     if world_size * replicas > 1 and layout.numel > 0:
         values = [values_of(local_part(param)) for param in params]
-        flat_param.fingerprints = Fingerprints.of(values, layout.local_shards(flat_param.vector, rank))
+        unsharded = [None if value.is_meta else fingerprint(value) for value in values]
+        shards = zip(unsharded, layout.local_shards(flat_param.vector, rank), strict=True)
+        own = [0 if whole is None else fingerprint(shard) for whole, shard in shards]
+        flat_param.fingerprints = Fingerprints(unsharded, own)

@@ -1,7 +1,6 @@
 """Optimizers that cannot train what they are given, or not as the user expects: errors, and warnings.
 
-An optimizer is examined before its first step, and whenever its parameters, its state or the models have changed since
-(`fsdp.layers.optimizer_hooks`).
+`fsdp.layers.optimizer_hooks` says when an optimizer is examined.
 """
 
 from __future__ import annotations

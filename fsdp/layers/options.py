@@ -191,10 +191,7 @@ class Options:
         return params_are_on
 
     def predivide_factor(self, world_size: int) -> float:
-        """Return the factor that was asked for, or the usual one.
-
-        The usual factor is the smallest power of two whose square is at least `world_size`, or that doesn't divide it.
-        """
+        """Return the factor that was asked for, or the usual one for this number of ranks."""
         if self.gradient_predivide_factor is not None:
             return float(self.gradient_predivide_factor)
         factor = 1
