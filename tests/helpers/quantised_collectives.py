@@ -61,6 +61,26 @@ def backward(model: nn.Module, step: int = 0) -> None:
     model(batch(step)).square().mean().backward()
 
 
+def averaged_gradient(**policies: Any) -> tuple[Tensor, Tensor]:
+    """Collective. The average gradient of a parameter that only rank 0 uses, over 64 backwards, and what it has there.
+
+    One element of each block has a large gradient.
+    """
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2 * BLOCK))
+    module.forward = lambda scale: (module.weight * scale).sum()  # type: ignore[method-assign]
+    model = compressed(model=module, **policies)
+    (handle,) = handles_of(model)
+    scale = torch.full((2 * BLOCK,), 0.05)
+    scale[::BLOCK] = 1.0
+    total = torch.zeros_like(handle.flat_param)
+    for _ in range(64):
+        model(scale * (dist.get_rank() == 0)).backward()
+        total += handle.flat_param.grad
+        model.zero_grad()
+    return total.detach() / 64, scale
+
+
 def handles_of(model: Any) -> list[Any]:
     units = dict.fromkeys(filter(None, map(unit_of, inside(model).modules())))
     return [handle for unit in units for handle in unit.handles]
