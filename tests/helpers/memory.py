@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,3 +41,22 @@ def bytes_with_garbage(dtype: torch.dtype | None = None) -> int:
 def handles_of(model: nn.Module) -> list[Any]:
     """Return the handles of all units of the wrapper."""
     return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+
+
+def mappings() -> Iterator[tuple[int, int, str]]:
+    """Yield the address ranges that the process has mapped, and the path of the file; empty if there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, _, _, _, *path = line.split(maxsplit=5)
+        start, stop = (int(end, 16) for end in place.split("-"))
+        yield start, stop, path[0].strip() if path else ""
+
+
+def mapped_kib(folder: str | os.PathLike[str], what: str) -> int:
+    """Return the ``Size`` of the mapped files below a folder, or how much of them is in memory (``Rss``)."""
+    total, is_below = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_below = f"{os.fspath(folder)}/" in line
+        elif is_below and line.startswith(f"{what}:"):
+            total += int(line.split()[1])
+    return total

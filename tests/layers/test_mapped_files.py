@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import re
 import resource
 import shutil
 import signal
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdp.layers.mapped_files import MappedFiles, Region, files_under
+from tests.helpers.memory import mapped_kib
 from tests.helpers.paths import ROOT
 
 PAGE = mmap.PAGESIZE
@@ -48,8 +48,8 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("numel", [0, 1, 7, PAGE // 4 + 1, LARGE, LARGE + 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("numel", [0, 1, PAGE // 4 + 1, LARGE + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_a_tensor_begins_as_zeros(tmp_path: Path, dtype: torch.dtype, numel: int, keep: bool) -> None:
     made = make(MappedFiles(tmp_path, keep), numel, dtype)
     assert (made.shape, made.dtype, made.device.type) == ((numel,), dtype, "cpu")
@@ -99,13 +99,13 @@ def test_a_large_or_kept_tensor_has_a_file_of_its_own(tmp_path: Path, keep: bool
 
 
 @needs_proc
-@pytest.mark.parametrize(("numel", "times"), [(1, 2500), (LARGE, 100)])  # shared files have room for 1024 small ones
+@pytest.mark.parametrize(("numel", "times"), [(1, 1100), (LARGE, 100)])  # shared files have room for 1024 small ones
 def test_dropped_tensors_give_their_mapping_and_descriptor_back(files: MappedFiles, numel: int, times: int) -> None:
     before = descriptors()
     for _ in range(times):
         make(files, numel)
     assert descriptors() <= before + 1  # the shared file that has room left
-    assert mapped_kib(files) <= 4 * 1024
+    assert mapped_kib(files.folder, "Size") <= 4 * 1024
 
 
 @needs_proc
@@ -115,17 +115,6 @@ def test_a_tensor_lives_on_without_what_made_it(tmp_path: Path) -> None:
     del files
     gc.collect()
     assert [float(tensor.double().mean()) for tensor in made] == [1, 2]
-
-
-def mapped_kib(files: MappedFiles, what: str = "Size") -> int:
-    """Of the mappings of these files: their size, or what of it is in memory (``Rss``)."""
-    total, is_ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            is_ours = files.folder in line
-        elif is_ours and line.startswith(f"{what}:"):
-            total += int(line.split()[1])
-    return total
 
 
 # When they go
@@ -326,13 +315,13 @@ def address_of(mapping: mmap.mmap) -> int:
 def test_what_is_released_leaves_the_process_s_memory(files: MappedFiles) -> None:
     made, region = files.allocate(4 * LARGE, torch.float32, "test")
     made.fill_(1)
-    assert mapped_kib(files, "Rss") == 4 * 1024
+    assert mapped_kib(files.folder, "Rss") == 4 * 1024
     region.release()
-    assert mapped_kib(files, "Rss") == 0
+    assert mapped_kib(files.folder, "Rss") == 0
     small = make(files, 3).fill_(1)
     assert made.sum() == made.numel()
     files.release()
-    assert mapped_kib(files, "Rss") == 0
+    assert mapped_kib(files.folder, "Rss") == 0
     assert small.sum() == 3
 
 

@@ -9,7 +9,6 @@ import copy
 import gc
 import io
 import os
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.mapped_files import MappedFiles
+from tests.helpers.memory import mapped_kib, mappings
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import AlwaysReducing, on
 from tests.helpers.on_ranks import on_ranks
@@ -147,8 +147,7 @@ class Addresses:
     """Where in the process files below a folder are mapped now."""
 
     def __init__(self, folder: Path) -> None:
-        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/" in line]
-        self._ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        self._ranges = [(start, stop) for start, stop, path in mappings() if path.startswith(f"{folder}/")]
 
     def contain(self, tensor: Any) -> bool:
         try:
@@ -167,17 +166,6 @@ def bytes_in_memory(folder: Path) -> int:
             storage = item.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
-
-
-def resident_kib(folder: Path) -> int:
-    """Of the mapped files below a folder, what the process has in memory now."""
-    total, is_ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            is_ours = f"{folder}/" in line
-        elif is_ours and line.startswith("Rss:"):
-            total += int(line.split()[1])
-    return total
 
 
 @needs_proc
@@ -244,11 +232,11 @@ def test_neither_backward_nor_step_leaves_anything_of_the_files_resident(tmp_pat
     optimizer = adamw(model.parameters())
     for _ in range(3):
         train_step(model)
-        assert resident_kib(tmp_path) == 0
+        assert mapped_kib(tmp_path, "Rss") == 0
         optimizer.step()
-        assert resident_kib(tmp_path) == 0
+        assert mapped_kib(tmp_path, "Rss") == 0
         optimizer.zero_grad(set_to_none=False)
-        assert resident_kib(tmp_path) > 0
+        assert mapped_kib(tmp_path, "Rss") > 0
 
 
 def test_what_is_made_in_a_shard_s_likeness_is_in_a_file(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
 from fsdp.layers.offload import DiskStorage
+from tests.helpers.memory import mappings
 from tests.helpers.models import Net, Wrap, nested_mlp
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
@@ -40,12 +41,8 @@ def backward(model: nn.Module) -> None:
 
 def file_of(tensor: Any) -> str:
     """The path of the file in which a tensor lies, empty if in none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, _, _, _, _, *path = line.split(maxsplit=5)
-        start, stop = (int(end, 16) for end in place.split("-"))
-        if start <= tensor.data_ptr() < stop:
-            return path[0].strip() if path else ""
-    return ""
+    address = tensor.data_ptr()
+    return next((path for start, stop, path in mappings() if start <= address < stop), "")
 
 
 # Reading ahead
@@ -314,25 +311,15 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+ACTS = {"shard": (infer, step, take_state, summon, load), "gradient": (step, clip, unscale), "optimizer state": (step,)}
+READS = {f"{act.__name__} {kind}": (act, kind) for kind, acts in ACTS.items() for act in acts}
+
+
 @needs_proc
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("act", "kind"),
-    [
-        (infer, "shard"),
-        (step, "shard"),
-        (take_state, "shard"),
-        (summon, "shard"),
-        (load, "shard"),
-        (step, "gradient"),
-        (clip, "gradient"),
-        (unscale, "gradient"),
-        (step, "optimizer state"),
-    ],
-)
-def test_a_truncated_file_is_an_error_that_names_it_and_not_the_end_of_the_process(
-    tmp_path: Path, act: Any, kind: str
-) -> None:
+@parametrize_pairs(world_size=[2, 1], read=list(READS))
+@on_ranks("world_size")
+def test_a_truncated_file_is_an_error_that_names_it_and_not_the_end_of_the_process(tmp_path: Path, read: str) -> None:
+    act, kind = READS[read]
     model = nested_mlp(on_disk(tmp_path, keep_offload_files=True))
     optimizer = adamw(model.parameters())
     for _ in range(2):
