@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp import fully_shard
-from fsdp.state_dict_utils import gather_state_dict
 from tests.helpers.changed_params import LAYOUTS, ChangedTwins, adamw, find, momentum
-from tests.helpers.equality import assert_close_state
+from tests.helpers.forms import FORMS, assert_trains, sharded
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -49,17 +47,6 @@ def around(model: nn.Module) -> nn.Module:
 def inside(model: nn.Module) -> nn.Module:
     """The user's module."""
     return find(model, "")
-
-
-class Holder(nn.Module):
-    """A plain module with units inside."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.first, self.second = wrap(nn.Linear(5, 7)), wrap(nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3)))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(inputs))
 
 
 # The whole model
@@ -135,20 +122,19 @@ def test_an_accumulated_gradient_is_cast_with_its_parameter(layout: str, make_op
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS))
 @on_ranks("world_size")
 def test_one_of_several_units_is_cast(layout: str) -> None:
-    sharded, plain = (_holder(wrap) for wrap in (fully_sharded(**LAYOUTS[layout]), keep))
+    sharded, plain = (_two_units(wrap) for wrap in (fully_sharded(**LAYOUTS[layout]), keep))
     for _ in range(2):
         for model in (sharded, plain):
-            model.second.double()
-            first = model.first(torch.ones(4, 5))
-            assert model.second(first.double()).dtype is torch.float64
+            model[1].double()
+            assert model[1](model[0](torch.ones(4, 5)).double()).dtype is torch.float64
         sharded_state = sharded.state_dict()
         for name, value in plain.state_dict().items():
             assert sharded_state[name].dtype is value.dtype
 
 
-def _holder(wrap: Wrap) -> Holder:
+def _two_units(wrap: Wrap) -> nn.ModuleList:
     torch.manual_seed(0)
-    return Holder(wrap)
+    return nn.ModuleList([wrap(nn.Linear(5, 7)), wrap(nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3)))])
 
 
 # A part of a unit
@@ -271,19 +257,14 @@ class Casting(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_a_cast_in_forward_that_changes_nothing_is_allowed(form: str) -> None:
-    shard = fully_shard if form == "rows" else fully_sharded(use_orig_params=form == "orig")
-    inputs = torch.randn(4, 5)
-    plain, model = Casting(torch.float32), shard(Casting(torch.float32))
-    for each in (plain, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            each(inputs).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close_state(gather_state_dict(model.state_dict()), plain.state_dict(), rtol=1e-5, atol=1e-6)
-    model = shard(Casting(torch.float64))
+    assert_trains(lambda: Casting(torch.float64), form, _square)
+    model = sharded(Casting(torch.float32), form)
     with pytest.raises(RuntimeError, match=r"cannot (move or cast the module in the middle|be cast or moved apart)"):
-        model(inputs)
+        model(torch.randn(4, 5))
+
+
+def _square(model: nn.Module, inputs: torch.Tensor, step: int) -> None:
+    model(inputs).square().sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -25,23 +25,15 @@ def backward(model: nn.Module, rank: int) -> None:
     model(inputs).square().mean().backward()
 
 
-def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_type: float, **options: Any) -> None:
-    """Collective. Norms and clipped gradients, wrapped and plain."""
-    sharded, plain = make(fully_sharded(**options)), make(keep)
+def twins(nested: bool = True, **options: Any) -> tuple[Any, nn.Module]:
+    """A sharded model and its plain twin after a backward, with the same gradients."""
+    sharded, plain = nested_mlp(fully_sharded(**options), nested=nested), nested_mlp(keep)
     backward(sharded, dist.get_rank())
     for rank in range(dist.get_world_size()):
         backward(plain, rank)
     for param in plain.parameters():
-        if param.grad is not None:
-            param.grad /= dist.get_world_size()
-    found = sharded.clip_grad_norm_(max_norm, norm_type)
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
-    assert found.shape == ()
-    torch.testing.assert_close(found, expected)
-    gradients, expected_gradients = trained_gradients(sharded), trained_gradients(plain)
-    assert list(gradients) == list(expected_gradients)
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(gradients[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+        param.grad /= dist.get_world_size()
+    return sharded, plain
 
 
 @parametrize_cases(
@@ -55,11 +47,10 @@ def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_
 @on_ranks("world_size")
 def test_norm_and_gradients_are_those_of_the_unsharded_model(case: Case) -> None:
     torch.set_default_dtype(torch.float64)
-
-    def make(wrap: Wrap) -> nn.Module:
-        return nested_mlp(wrap, nested=case.nested)
-
-    assert_clips_alike(make, case.max_norm, case.norm_type, flatten_parameters=case.flatten_parameters)
+    sharded, plain = twins(**case.only("nested", "flatten_parameters"))
+    found = sharded.clip_grad_norm_(case.max_norm, case.norm_type)
+    assert_close(found, nn.utils.clip_grad_norm_(plain.parameters(), case.max_norm, case.norm_type))
+    assert_close_state(trained_gradients(sharded), trained_gradients(plain))
 
 
 class Mixed(nn.Module):
@@ -153,16 +144,6 @@ def _clip_not_finite(holder: int, value: float, norm_type: float) -> float:
     if dist.get_rank() == holder:
         model.params[0].grad[0] = value
     return float(model.clip_grad_norm_(1.0, norm_type))
-
-
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
-@on_ranks(2)
-def test_what_is_no_norm_over_shards_is_refused(norm_type: float) -> None:
-    # Padding would count, and the smallest element is not the largest of the ranks' smallest.
-    model = nested_mlp(fully_sharded())
-    backward(model, 0)
-    with pytest.raises(ValueError, match="norm_type"):
-        model.clip_grad_norm_(1.0, norm_type)
 
 
 # Errors

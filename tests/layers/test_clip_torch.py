@@ -24,23 +24,12 @@ from torch.nn.utils import (  # as scripts do, before anything is wrapped
 import fsdp
 from tests.helpers.equality import assert_close
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded, trained_gradients
-from tests.layers.test_clip import backward
+from tests.layers.test_clip import backward, twins
 
-FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 Twins = tuple[nn.Module, nn.Module]
-
-
-def twins(**options: Any) -> Twins:
-    """A sharded model and its plain twin after a backward, with the same gradients."""
-    sharded, plain = nested_mlp(fully_sharded(**options)), nested_mlp(keep)
-    backward(sharded, dist.get_rank())
-    for rank in range(dist.get_world_size()):
-        backward(plain, rank)
-    for param in plain.parameters():
-        param.grad /= dist.get_world_size()
-    return sharded, plain
 
 
 def assert_close_gradients(pair: Twins, what: str) -> None:
@@ -121,9 +110,10 @@ def _rows(module: nn.Module) -> nn.Module:
     return fsdp.fully_shard(module)
 
 
-@pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf])
+@pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf, math.nan])
 @on_ranks(2)
 def test_orders_that_are_not_positive_are_an_error_on_every_rank(norm_type: float) -> None:
+    # Padding would count, and the smallest element is not the largest of the ranks' smallest.
     models = [nested_mlp(fully_sharded(**options)) for options in FORMS]
     rows = nn.Linear(5, 1)  # of which the second rank has nothing, and a norm of order -inf is an error there
     fsdp.fully_shard(rows)

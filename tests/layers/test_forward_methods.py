@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import TrainingState, fully_shard, register_fsdp_forward_method
-from fsdp.state_dict_utils import gather_state_dict
 from tests.helpers.equality import assert_close_state
+from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -144,16 +144,14 @@ def reformer() -> nn.Module:
     return Net(lambda net, x: Reversed.apply(net.first(x), net.coder), first=nn.Linear(6, 6), coder=Reversible())
 
 
-@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_a_method_that_backward_calls_trains_once_it_is_registered(form: str) -> None:
     torch.manual_seed(0)
     plain = reformer()
     model: Any = copy.deepcopy(plain)
-    shard = fully_shard if form == "rows" else fully_sharded(use_orig_params=form == "orig")
-    model.coder, inputs = shard(model.coder), torch.randn(2, 6)
-    layer = model.coder if form == "rows" else model.coder.module.module
-    model = shard(model)
+    layer, inputs = model.coder, torch.randn(2, 6)
+    model = sharded(model, form, (Reversible,))
     with pytest.raises(RuntimeError, match=r"down\.weight.* is sharded.*register_fsdp_forward_method\("):
         model(inputs).square().sum().backward()
     fsdp.recover(model)
@@ -166,7 +164,7 @@ def test_a_method_that_backward_calls_trains_once_it_is_registered(form: str) ->
             each(inputs).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_close_state(gather_state_dict(model.state_dict()), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    assert_close_state(full_state(model), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

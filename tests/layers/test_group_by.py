@@ -213,28 +213,24 @@ def test_a_tied_parameter_is_asked_about_once_by_its_first_name() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_key_that_cannot_be_hashed_is_an_error_and_changes_nothing(layout: str) -> None:
-    plain = layers()
-    expected = dict(plain.named_parameters())
-    with pytest.raises(TypeError, match=r"group_by\('0\.weight', \.\.\.\) returned \['0\.weight'\], which cannot be"):
-        FullyShardedDataParallel(plain, Alone(), group_by=lambda name, _: [name], **LAYOUTS[layout])  # type: ignore[arg-type, return-value]
-    assert dict(plain.named_parameters()) == expected
-    FullyShardedDataParallel(plain, Alone(), group_by=decay, **LAYOUTS[layout])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_exception_of_the_key_changes_nothing(layout: str) -> None:
+def test_a_key_that_fails_or_cannot_be_hashed_is_an_error_and_changes_nothing(layout: str) -> None:
     plain = layers()
     expected = dict(plain.named_parameters())
 
-    def key(name: str, _: nn.Parameter) -> str:
+    def failing(name: str, _: nn.Parameter) -> str:
         if name == "2.linear.weight":
             raise KeyError(name)
         return name
 
-    with pytest.raises(KeyError, match=r"2\.linear\.weight"):
-        FullyShardedDataParallel(plain, Alone(), group_by=key, **LAYOUTS[layout])
-    assert dict(plain.named_parameters()) == expected
+    no_key = r"group_by\('0\.weight', \.\.\.\) returned \['0\.weight'\], which cannot be"
+    keys: list[tuple[Any, type[Exception], str]] = [
+        (failing, KeyError, r"2\.linear\.weight"),
+        (lambda name, _: [name], TypeError, no_key),
+    ]
+    for key, error, message in keys:
+        with pytest.raises(error, match=message):
+            FullyShardedDataParallel(plain, Alone(), group_by=key, **LAYOUTS[layout])
+        assert dict(plain.named_parameters()) == expected
     FullyShardedDataParallel(plain, Alone(), group_by=decay, **LAYOUTS[layout])
 
 

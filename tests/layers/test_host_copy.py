@@ -13,6 +13,7 @@ from torch import nn
 import fsdp
 from fsdp.layers.host_copy import HostCopy
 from tests.helpers.accelerator import ACCELERATOR, device_module
+from tests.helpers.changed_params import LAYOUTS
 from tests.helpers.memory import handles_of, live_bytes
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_accelerators, on_ranks
@@ -29,17 +30,12 @@ from tests.helpers.parity import (
 from tests.helpers.traffic import by_group, counting_sent
 
 ON_HOST: dict[str, Any] = {"reshard_after_forward": "host"}
-FORMS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "original": {"use_orig_params": True},
-    "single": {"flatten_parameters": False},
-}
 
 
 @parametrize_cases(
     at_most=4,
     world_size=[2, 3, 4, 1],
-    form=[*FORMS],
+    form=[*LAYOUTS],
     recompute=[None, "outside", "inside"],
     accumulate=[1, 2],
     mixed=[False, True],
@@ -49,7 +45,7 @@ def test_trains_with_the_bits_of_a_backward_that_gathers(case: Case) -> None:
     mixed = {"mixed_precision": True, "compute_dtype": torch.bfloat16} if case.mixed else {}
     model = partial(tiny_transformer, recompute=case.recompute)
     training = Training(make_model=model, make_optimizer=adamw, task=TOKENS, accumulate=case.accumulate)
-    options = {**FORMS[case.form], **mixed}
+    options = {**LAYOUTS[case.form], **mixed}
     found = train_sharded(training, fully_sharded(**options, **ON_HOST))
     assert_bit_equal(found, train_sharded(training, fully_sharded(**options)))
 

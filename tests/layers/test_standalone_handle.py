@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,9 +18,9 @@ from fsdp import (
     FullyShardedDataParallel,
     StandaloneHandle,
     flat_param_handles,
-    fully_shard,
 )
 from fsdp.engine.placeholder import Placeholder
+from tests.helpers.forms import FORMS, sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
@@ -41,27 +39,12 @@ def batch(number: int, rank: int) -> Tensor:
 # The handles of a model
 
 
-def flat(module: nn.Module, **options: Any) -> nn.Module:
-    return FullyShardedDataParallel(module, **options)
-
-
-def orig(module: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(module, use_orig_params=True)
-
-
-def rows(module: nn.Module) -> nn.Module:
-    return fully_shard(module)
-
-
-FORMS = [flat, orig, rows]
-
-
-@parametrize_pairs(world_size=[2, 3], shard=FORMS)
+@parametrize_pairs(world_size=[2, 3], form=FORMS)
 @on_ranks("world_size")
-def test_a_model_gives_its_handles_which_unshard_by_hand(shard: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_model_gives_its_handles_which_unshard_by_hand(form: str) -> None:
     plain, model = layers(), layers()
-    model[2] = shard(model[2])
-    model = shard(model)
+    model[2] = sharded(model[2], form)
+    model = sharded(model, form)
     outer, inner = flat_param_handles(nn.Sequential(model))
     assert all(isinstance(handle, FlatParamHandle) for handle in (outer, inner))
     assert [info.fqn for info in (*outer.param_infos, *inner.param_infos)] == ["0.weight", "0.bias", "weight", "bias"]
@@ -75,17 +58,14 @@ def test_a_model_gives_its_handles_which_unshard_by_hand(shard: Callable[[nn.Mod
         model(batch(number, dist.get_rank())).sum().backward()
 
 
-def standalone(module: nn.Module) -> nn.Module:
-    module.handle = StandaloneHandle(module.parameters(), module)
-    return module
-
-
-@parametrize_pairs(world_size=[1, 3], shard=[*FORMS, standalone])
+@parametrize_pairs(world_size=[1, 3], form=[*FORMS, "standalone"])
 @on_ranks("world_size")
-def test_a_shard_keeps_what_is_written_before_it_is_resharded_by_hand(shard: Callable[[nn.Module], nn.Module]) -> None:
-    plain = layers()
-    model = shard(layers())
-    handle = model.handle if shard is standalone else flat_param_handles(model)[0]
+def test_a_shard_keeps_what_is_written_before_it_is_resharded_by_hand(form: str) -> None:
+    plain, module = layers(), layers()
+    if form == "standalone":
+        handle: FlatParamHandle = StandaloneHandle(module.parameters(), module)
+    else:
+        (handle,) = flat_param_handles(sharded(module, form))
     places = handle.param_infos
     handle.wait_for_unshard()
     with torch.no_grad():
@@ -131,15 +111,13 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("shard", "expected"), [(flat, FLAT), (rows, ROWS)], ids=["flat", "rows"])
-def test_a_shard_says_which_elements_it_has(
-    ranks: RankPool, shard: Callable[[nn.Module], nn.Module], expected: list[FlatParamShardMetadata]
-) -> None:
-    assert ranks(3).run(_describe_shard, shard) == expected
+@pytest.mark.parametrize(("form", "expected"), [("flat", FLAT), ("rows", ROWS)], ids=["flat", "rows"])
+def test_a_shard_says_which_elements_it_has(ranks: RankPool, form: str, expected: list[FlatParamShardMetadata]) -> None:
+    assert ranks(3).run(_describe_shard, form) == expected
 
 
-def _describe_shard(shard: Callable[[nn.Module], nn.Module]) -> FlatParamShardMetadata:
-    (handle,) = flat_param_handles(shard(layers()))
+def _describe_shard(form: str) -> FlatParamShardMetadata:
+    (handle,) = flat_param_handles(sharded(layers(), form))
     return handle.shard_metadata()
 
 
@@ -315,13 +293,13 @@ def test_parameters_that_cannot_be_sharded_together_are_named() -> None:
         alone([bias.flat_param], module)
 
 
-@pytest.mark.parametrize("shard", [partial(flat, process_group=Alone()), partial(fully_shard)], ids=["flat", "rows"])
+@pytest.mark.parametrize("form", ["flat", "rows"])
 @on_ranks(1)
-def test_no_unit_takes_what_a_handle_has(shard: Callable[[nn.Module], Any]) -> None:
+def test_no_unit_takes_what_a_handle_has(form: str) -> None:
     module = layers()
     handle = alone(module[0].parameters(), module[0], use_orig_params=True)
     with pytest.raises(ValueError, match=r"0\.weight is sharded by a StandaloneHandle, which no unit would unshard"):
-        shard(module)
+        sharded(module, form)
     handle.wait_for_unshard()
     module(batch(0, 0)).sum().backward()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -42,21 +41,9 @@ def test_pain_point_19_ranks_begin_with_the_values_of_rank_0(options: dict[str, 
     assert_same_state(model.state_dict(), nested_mlp(seed=0).state_dict())
 
 
-def differently_seeded(make: Callable[..., nn.Module], wrap: Wrap) -> nn.Module:
-    """A model that every rank builds otherwise, if it is wrapped."""
-    return make(wrap, seed=0 if wrap is keep else dist.get_rank())
-
-
-def _mlp(wrap: Wrap) -> nn.Module:
-    return differently_seeded(nested_mlp, wrap)
-
-
 def _tied(wrap: Wrap) -> nn.Module:
-    return differently_seeded(lambda w, seed: tiny_transformer(w, tied=True, seed=seed), wrap)
-
-
-def test_training_is_that_of_one_process(ranks: RankPool) -> None:
-    ranks(2).run(assert_parity, _mlp, sgd_with_momentum, wrap=fully_sharded(sync_module_states=True))
+    """A model that every rank builds otherwise, if it is wrapped."""
+    return tiny_transformer(wrap, tied=True, seed=0 if wrap is keep else dist.get_rank())
 
 
 def test_tied_parameters_are_sent_once_and_stay_tied(ranks: RankPool) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.distributed import communicator
 from fsdp.distributed.communicator import Pending
 from fsdp.engine.runtime import Runtime
@@ -25,6 +25,7 @@ from fsdp.engine.unit import Unit
 from fsdp.layers import trace as tracing
 from fsdp.layers.report import BACKWARD, FORWARD, STEP, WAIT, Record
 from fsdp.layers.steps import Steps
+from tests.helpers.forms import sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
@@ -78,17 +79,9 @@ class Slow(nn.Module):
         return self.linear(inputs)
 
 
-def flat() -> nn.Module:
+def slow_layers(form: str = "flat") -> Any:
     torch.manual_seed(0)
-    return FullyShardedDataParallel(nn.Sequential(*[FullyShardedDataParallel(Slow()) for _ in range(3)]))
-
-
-def by_parameter() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(Slow(), Slow(), Slow())
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
+    return sharded(nn.Sequential(Slow(), Slow(), Slow()), form, (Slow,))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -99,8 +92,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
-def traced(make: Callable[[], nn.Module], path: Path | None = None) -> fsdp.layers.trace.Trace:
-    model = make()
+def traced(form: str, path: Path | None = None) -> fsdp.layers.trace.Trace:
+    model = slow_layers(form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer)
     with CLOCK.planted(), fsdp.trace(model, path) as trace:
@@ -112,9 +105,9 @@ def traced(make: Callable[[], nn.Module], path: Path | None = None) -> fsdp.laye
 # --- what it shows
 
 
-@pytest.mark.parametrize("make", [flat, by_parameter])
-def test_the_rank_that_others_wait_for_is_named(ranks: RankPool, make: Callable[[], nn.Module]) -> None:
-    first, *others = ranks(3).run(_recorded, make)
+@pytest.mark.parametrize("form", ["flat", "rows"])
+def test_the_rank_that_others_wait_for_is_named(ranks: RankPool, form: str) -> None:
+    first, *others = ranks(3).run(_recorded, form)
     assert all(other == first for other in others)
     records, table = first
     assert [record.rank for record in records] == [0, 1, 2]
@@ -124,13 +117,13 @@ def test_the_rank_that_others_wait_for_is_named(ranks: RankPool, make: Callable[
     assert "Rank 1 waits least, for " in table
 
 
-def _recorded(make: Callable[[], nn.Module]) -> tuple[list[Record], str]:
-    trace = traced(make)
+def _recorded(form: str) -> tuple[list[Record], str]:
+    trace = traced(form)
     return trace.records, str(trace)
 
 
 def test_every_unit_pass_wait_and_step_is_there(ranks: RankPool) -> None:
-    records, table = ranks(2).run(_recorded, flat)[0]
+    records, table = ranks(2).run(_recorded, "flat")[0]
     for record in records:
         found = [(span.kind, span.name) for span in record.spans]
         for unit in ("0", "1", "2"):
@@ -183,14 +176,14 @@ def test_the_file_is_in_the_trace_event_format(ranks: RankPool, tmp_path: Path) 
 
 
 def _written(path: Path) -> None:
-    traced(flat, path)
+    traced("flat", path)
 
 
 @on_ranks(2)
 def test_a_number_of_steps_is_recorded_without_a_block(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     before = vars(Unit).copy()
-    model, other = flat(), flat()
+    model, other = slow_layers(), slow_layers()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
     trace = fsdp.trace(model, path, steps=2)
     for number in range(4):
@@ -229,7 +222,7 @@ def test_a_report_says_which_unit_was_waited_for_and_what_it_holds(ranks: RankPo
 
 
 def _reported() -> tuple[Any, Any]:
-    model: Any = flat()
+    model = slow_layers()
     with pytest.raises(RuntimeError, match=r"nothing is counted where no trace is recorded"):
         model.report()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -243,7 +236,7 @@ def _reported() -> tuple[Any, Any]:
 
 @on_ranks(1)
 def test_a_trace_that_has_ended_keeps_no_model_alive() -> None:
-    model = flat()
+    model = slow_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fsdp.trace(model) as trace:
         train(model, optimizer)
@@ -272,7 +265,7 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path,
 @on_ranks(2)
 def test_nothing_is_recorded_outside_and_nothing_changes_inside() -> None:
     before = {owner: dict(vars(owner)) for owner in (Runtime, Unit, Pending, Steps)}
-    model, plain = flat(), flat()
+    model, plain = slow_layers(), slow_layers()
     optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
     with fsdp.trace(model) as trace:
         losses = [train(model, optimizer) for _ in range(2)]
@@ -296,7 +289,7 @@ def _fail_in(trace: fsdp.layers.trace.Trace, step: Callable[[], Any]) -> None:
 def test_misuse_is_told() -> None:
     with pytest.raises(TypeError, match=r"fsdp.trace\(\) needs the outermost FullyShardedDataParallel.*got a Linear"):
         fsdp.trace(nn.Linear(1, 1))
-    model = flat()
+    model = slow_layers()
     model(torch.ones(1, 4))
     with pytest.raises(RuntimeError, match=r"fsdp\.trace\(\) is for the outermost module"):
         fsdp.trace(model[0])

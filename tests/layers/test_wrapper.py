@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.parity import alone
 
 # What stands for the wrapped module, as a function of this module.
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
-    "wrapper": FullyShardedDataParallel,
-    "its module": FullyShardedDataParallel,
-    "original": lambda module: FullyShardedDataParallel(module, use_orig_params=True),
-    "wrapper of a wrapper": lambda module: FullyShardedDataParallel(FullyShardedDataParallel(module)),
+    "wrapper": alone,
+    "its module": alone,
+    "original": partial(alone, use_orig_params=True),
+    "wrapper of a wrapper": lambda module: alone(alone(module)),
     "flat parameters": FlattenParamsWrapper,
 }
 
@@ -47,7 +49,6 @@ around_module = pytest.mark.parametrize("name", WRAPPERS)
 
 
 @around_module
-@on_ranks(1)
 def test_what_the_module_has_is_assigned_to_it(name: str) -> None:
     _, around = _wrapped(name, Scaled())
     expected = around(X).relu() * 2 + 1
@@ -57,7 +58,6 @@ def test_what_the_module_has_is_assigned_to_it(name: str) -> None:
 
 
 @around_module
-@on_ranks(1)
 def test_what_is_registered_is_the_modules_and_is_saved(name: str) -> None:
     module = Scaled()
     model, around = _wrapped(name, module)
@@ -73,7 +73,6 @@ def test_what_is_registered_is_the_modules_and_is_saved(name: str) -> None:
 
 
 @around_module
-@on_ranks(1)
 def test_children_of_the_wrapper_are_registered_again_in_it(name: str) -> None:
     model, around = _wrapped(name, Scaled())
     children, expected = list(around.named_children()), around(X)
@@ -86,7 +85,6 @@ def test_children_of_the_wrapper_are_registered_again_in_it(name: str) -> None:
 
 
 @around_module
-@on_ranks(2)
 def test_a_model_trains_after_its_batch_norms_were_looked_for(name: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
@@ -100,7 +98,6 @@ def test_a_model_trains_after_its_batch_norms_were_looked_for(name: str) -> None
 
 
 @around_module
-@on_ranks(1)
 def test_what_is_deleted_is_deleted_from_the_module(name: str) -> None:
     module = Scaled()
     _, around = _wrapped(name, module)
@@ -112,7 +109,6 @@ def test_what_is_deleted_is_deleted_from_the_module(name: str) -> None:
 
 
 @around_module
-@on_ranks(1)
 def test_names_of_the_wrapper_and_new_ones_stay_with_it(name: str) -> None:
     module = Scaled()
     _, around = _wrapped(name, module)
@@ -136,9 +132,8 @@ def test_a_parameter_is_assigned_to_the_module_and_a_new_one_is_an_error() -> No
 @pytest.mark.parametrize(
     "option", ["mixed_precision", "state_dict_device", "reshard_after_forward", "sharding_strategy"]
 )
-@on_ranks(1)
 def test_an_option_that_is_assigned_after_wrapping_is_an_error(option: str) -> None:
-    model = FullyShardedDataParallel(nn.Linear(3, 3))
+    model = alone(nn.Linear(3, 3))
     before = getattr(model, option)
     with pytest.raises(AttributeError, match=f"{option} of a FullyShardedDataParallel is settled when.* constructor"):
         setattr(model, option, before)
