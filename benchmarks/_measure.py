@@ -16,7 +16,7 @@ import socket
 import statistics
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,13 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> str:
     """Return the ratios with their spread, or a single ratio if each was measured once."""
     spread = Spread.of_ratios(values, others)
     return str(spread) if len(values) > 1 else f"{spread.median:.2f}"
+
+
+def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
+    """Yield the names once per round, with a rotating start, so that contestants do not always follow the same one."""
+    for start in range(num_rounds):
+        cut = start % len(names)
+        yield [*names[cut:], *names[:cut]]
 
 
 # --- bytes on the wire

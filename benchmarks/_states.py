@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks import _fairscale
 from benchmarks._contestants import CONTESTANTS, OURS, Policy
-from benchmarks._measure import bytes_sent, meter_of, ratio, settle, synchronize, table
+from benchmarks._measure import bytes_sent, meter_of, ratio, rotated, settle, synchronize, table
 from benchmarks._ranks import this_device
 from examples.gpt.model import GPT, GPTConfig
 
@@ -151,8 +151,8 @@ def interleaved(
 ) -> dict[str, list[list[float]]]:
     """Return the measurements of each contestant in each round, with a rotating order."""
     found: dict[str, list[list[float]]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+    for number, order in enumerate(rotated(names, rounds + 1)):
+        for name in order:
             values = measured(name)
             if number:  # the first time connects, and fills caches
                 found[name].append(values)

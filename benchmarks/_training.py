@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from benchmarks._measure import (
     meter_of,
     operations,
     profiled,
+    rotated,
     settle,
     synchronize,
 )
@@ -159,13 +160,6 @@ def refusals(setup: Setup, names: Sequence[str]) -> dict[str, str]:
         except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
-
-
-def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
-    """Yield the names once per round, with a rotating start, so that contestants do not always follow the same one."""
-    for start in range(num_rounds):
-        cut = start % len(names)
-        yield [*names[cut:], *names[:cut]]
 
 
 def train_interleaved(

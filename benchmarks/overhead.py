@@ -41,7 +41,17 @@ from benchmarks._contestants import (
     Policy,
     choose,
 )
-from benchmarks._measure import DISPATCHED, Spread, operations, profiled, settle, synchronize, table, warn_if_busy
+from benchmarks._measure import (
+    DISPATCHED,
+    Spread,
+    operations,
+    profiled,
+    rotated,
+    settle,
+    synchronize,
+    table,
+    warn_if_busy,
+)
 from benchmarks._ranks import run_fake_rank, run_ranks, this_device
 from benchmarks._report_losses import report_losses
 from benchmarks._report_pairs import report_original
@@ -117,9 +127,8 @@ def train_interleaved(
         # DDP's reduction fails on a fake group, whose futures contain no tensor.
         set_ddp_reduction(ddp, lambda gradients: dist.all_reduce(gradients, async_op=True))
     with skipping(skip, modules.values()):
-        for index in range(-2, num_rounds):  # two rounds to warm up
-            cut = index % len(names)
-            for name in [*names[cut:], *names[:cut]]:
+        for index, order in enumerate(rotated(names, 2 + num_rounds), start=-2):  # two rounds to warm up
+            for name in order:
                 start = time.process_time()
                 for _ in range(steps):
                     train_step(modules[name], optimizers[name], batch)

@@ -33,9 +33,9 @@ if not __package__:  # run as a file: the folder above has `benchmarks` and `fsd
 
 import fsdp
 from benchmarks._contestants import CONTESTANTS, FSDP2, OURS_ORIG, OURS_ROWS
-from benchmarks._measure import Spread, bytes_sent, ratio, settle, table, warn_if_busy
+from benchmarks._measure import Spread, bytes_sent, ratio, rotated, settle, table, warn_if_busy
 from benchmarks._ranks import run_ranks, this_device
-from benchmarks._training import Setup, build, rotated
+from benchmarks._training import Setup, build
 from examples.gpt.model import SIZES, next_byte_loss
 
 Step = Callable[[], None]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager as T
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._measure import Spread, ratio, resident_bytes, settle, synchronize, table, warn_if_busy
+from benchmarks._measure import Spread, ratio, resident_bytes, rotated, settle, synchronize, table, warn_if_busy
 from benchmarks._stager_properties import PROPERTIES, Copy, tried
 from examples.gpt.model import GPT, SIZES
 from fsdp import StateDictStager
@@ -130,9 +130,9 @@ def _print_times(state: dict[str, Any], rounds: int, device: torch.device, pin: 
     for stage in kept.values():
         stage(state)
     taken: dict[tuple[str, str], list[tuple[float, float]]] = {(kind, name): [] for kind in _KINDS for name in makers}
-    for number in range(rounds):
+    for order in rotated(list(makers), rounds):
         for kind in _KINDS:
-            for name in _turned(list(makers), number):
+            for name in order:
                 stage = kept[name] if kind == "again" else makers[name]()
                 taken[kind, name].append(_timed(stage, state, device))
     print(f"\nTime of a copy of {size / 1e6:.0f} MB, {len(state)} tensors; ratios to torch's, {rounds} rounds\n")
@@ -145,11 +145,6 @@ def _print_times(state: dict[str, Any], rounds: int, device: torch.device, pin: 
         rows.append([name, *ratios, *(f"{1e3 * Spread.of(times[kind, name, 0]).median:.1f}" for kind in _KINDS)])
     print(table(header, rows), flush=True)
     return all(Spread.of_ratios(times[kind, OURS, 0], times[kind, TORCH, 0]).low <= 1 for kind in _KINDS)
-
-
-def _turned(names: list[str], number: int) -> list[str]:
-    start = number % len(names)
-    return names[start:] + names[:start]
 
 
 def _timed(stage: Copy, state: dict[str, Any], device: torch.device) -> tuple[float, float]:
