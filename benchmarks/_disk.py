@@ -8,7 +8,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +70,9 @@ def _block() -> Iterator[mmap.mmap]:
         yield block
 
 
-def _rate(nbytes: int, move: object) -> float:
+def _rate(nbytes: int, move: Callable[[], None]) -> float:
     start = time.perf_counter()
-    move()  # type: ignore[operator]
+    move()
     return nbytes / (time.perf_counter() - start)
 
 

@@ -19,28 +19,29 @@ from pathlib import Path
 _SECONDS_TO_EMPTY = 5.0
 
 
-class Limit:
-    """No limit: the twin of those below.
+class PrivateMemory:
+    """RLIMIT_DATA, an equal part for each process.
 
     Args:
         nbytes: of memory for all processes together; None is no limit.
         num_processes: how many there will be.
     """
 
-    kind = "none"
-    counts_cached_files = False
+    kind = "RLIMIT_DATA (private memory; cached files do not count)"
 
-    def __init__(self, nbytes: int | None = None, num_processes: int = 1) -> None:
-        self.nbytes = nbytes
-        self.num_processes = num_processes
+    def __init__(self, nbytes: int | None, num_processes: int) -> None:
+        self._nbytes, self._num_processes = nbytes, num_processes
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return the command that runs `argv` under the limit."""
-        return list(argv)
+        if self._nbytes is None:
+            return list(argv)
+        kib = self._nbytes // self._num_processes // 1024
+        return ["sh", "-c", 'ulimit -d "$0" && exec "$@"', str(kib), *argv]
 
     def used(self, pids: Iterable[int]) -> int:
         """Return the current memory of these processes that cannot be on disk."""
-        return sum(_status_bytes(pid, "RssAnon") for pid in pids)
+        return sum(_status_bytes(pid, "VmData") for pid in pids)
 
     def peak(self) -> int | None:
         """Return the peak of the count so far; None if there is no count."""
@@ -49,21 +50,6 @@ class Limit:
     def kills(self) -> int:
         """How many processes the system has ended for want of memory."""
         return 0
-
-
-class PrivateMemory(Limit):
-    """RLIMIT_DATA, an equal part for each process."""
-
-    kind = "RLIMIT_DATA (private memory; cached files do not count)"
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        if self.nbytes is None:
-            return list(argv)
-        kib = self.nbytes // self.num_processes // 1024
-        return ["sh", "-c", 'ulimit -d "$0" && exec "$@"', str(kib), *argv]
-
-    def used(self, pids: Iterable[int]) -> int:
-        return sum(_status_bytes(pid, "VmData") for pid in pids)
 
 
 @dataclass(frozen=True)
@@ -85,13 +71,10 @@ _VERSIONS = {
 }
 
 
-class ControlGroup(Limit):
+class ControlGroup:
     """A separate memory cgroup without swap. Close it after its processes have exited."""
 
-    counts_cached_files = True
-
-    def __init__(self, parent: Path, version: _Version, nbytes: int | None = None, num_processes: int = 1) -> None:
-        super().__init__(nbytes, num_processes)
+    def __init__(self, parent: Path, version: _Version, nbytes: int | None = None) -> None:
         self._version = version
         self.kind = f"memory cgroup v{version.number} (cached files count)"
         self._folder = parent / f"fsdp-disk-offload-{os.getpid()}"
@@ -111,6 +94,9 @@ class ControlGroup(Limit):
 
     def command(self, argv: Sequence[str]) -> list[str]:
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self._folder / "cgroup.procs"), *argv]
+
+    def used(self, pids: Iterable[int]) -> int:
+        return sum(_status_bytes(pid, "RssAnon") for pid in pids)
 
     def peak(self) -> int | None:
         with contextlib.suppress(OSError):  # memory.peak is younger than cgroup v2
@@ -139,6 +125,9 @@ class ControlGroup(Limit):
             time.sleep(0.01)  # a process that was killed is gone a little later
 
 
+Limit = PrivateMemory | ControlGroup
+
+
 class Limiter:
     """Makes limits of the best kind that works here.
 
@@ -155,7 +144,7 @@ class Limiter:
         if self._place is None:
             yield PrivateMemory(nbytes, num_processes)
             return
-        group = ControlGroup(*self._place, nbytes, num_processes)
+        group = ControlGroup(*self._place, nbytes)
         try:
             yield group
         finally:

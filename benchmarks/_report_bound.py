@@ -11,6 +11,7 @@ from benchmarks._contestants import CONTESTANTS, Kind
 from benchmarks._figures import Figures, floor_of
 from benchmarks._measure import Spread, table
 from benchmarks._training import Setup
+from examples.gpt.model import count_units
 
 _BYTES = 4  # of a float32 parameter
 
@@ -23,16 +24,12 @@ def least_bytes(name: str, setup: Setup, world_size: int) -> float:
     the peers keep the root. Replicated: the sum is reduced and gathered.
     """
     with torch.device("meta"):
-        model = setup.model(setup.config)
-    total = sum(param.numel() for param in model.parameters())
-    if CONTESTANTS[name].kind is Kind.FLOOR:
-        return 0.0
+        root, *blocks = count_units(setup.model(setup.config))
+    total = root + sum(blocks)
     if CONTESTANTS[name].kind is Kind.REPLICATED:
         moved = 2 * total
     else:
-        blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
-        kept = total - sum(blocks) + (blocks[-1] if CONTESTANTS[name].kind is Kind.OURS else 0)
-        moved = 3 * total - kept
+        moved = 3 * total - root - (blocks[-1] if CONTESTANTS[name].kind is Kind.OURS else 0)
     return moved * _BYTES * (world_size - 1) / world_size
 
 

@@ -17,11 +17,10 @@ from benchmarks import _fairscale
 from benchmarks._contestants import CONTESTANTS, OURS, Policy
 from benchmarks._measure import bytes_sent, meter_of, ratio, rotated, settle, synchronize, table
 from benchmarks._ranks import this_device
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig, count_units
 
 SLACK = 32e6  # bytes that Python and the backend take at the first large exchange
-_WIDTH = 1024
-_BYTES = 4  # of a float32
+BYTES = 4  # of a float32
 TINY = GPTConfig(num_layers=1, num_heads=1, width=8)
 
 Make = Callable[[str, GPTConfig], tuple[Any, ...]]  # what a contestant of a name works on
@@ -62,18 +61,16 @@ def parser_of(
     return parser
 
 
-def config_of(gigabytes: float) -> GPTConfig:
-    per_block = (12 * _WIDTH * _WIDTH + 13 * _WIDTH) * _BYTES
-    return GPTConfig(num_layers=max(1, round(gigabytes * 1e9 / per_block)), num_heads=16, width=_WIDTH)
+def config_of(gigabytes: float, width: int = 1024) -> GPTConfig:
+    per_block = (12 * width * width + 13 * width) * BYTES
+    return GPTConfig(num_layers=max(1, round(gigabytes * 1e9 / per_block)), num_heads=16, width=width)
 
 
 def sizes_of(config: GPTConfig) -> tuple[int, int]:
     """Bytes of the whole state, and of the largest unit."""
     with torch.device("meta"):
-        model = GPT(config)
-    blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
-    total = sum(param.numel() for param in model.parameters())
-    return total * _BYTES, max(*blocks, total - sum(blocks)) * _BYTES
+        units = count_units(GPT(config))
+    return sum(units) * BYTES, max(units) * BYTES
 
 
 def print_costs(costs: Mapping[str, Sequence[Cost]], nbytes: int) -> None:

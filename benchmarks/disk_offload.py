@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ from benchmarks._disk import Bandwidth, file_system, is_in_memory, measure_bandw
 from benchmarks._disk_worker import Job
 from benchmarks._limits import Limit, Limiter
 from benchmarks._measure import table, warn_if_busy
-from examples.gpt.model import GPT, SIZES
+from benchmarks._states import sizes_of
+from examples.gpt.model import SIZES
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BYTES = 4  # of a float32 parameter
@@ -121,34 +122,19 @@ class Outcome:
         return Traffic(*(statistics.mean(values) for values in zip(*counts, strict=True)))
 
 
-class Runner:
-    """Runs jobs in separate processes, under limits.
-
-    Args:
-        folder: the folder for all files of a run; removed by its creator.
-        limiter: creates the limits.
-    """
-
-    def __init__(self, folder: Path, limiter: Limiter) -> None:
-        self._folder = folder
-        self._limiter = limiter
-        self._count = 0
-
-    def run(self, job: Job, nbytes: int | None) -> Outcome:
-        """Every rank of `job`; their places are filled in here."""
-        self._count += 1
-        scratch = self._folder / f"run-{self._count}"
-        scratch.mkdir()
-        with self._limiter.limited(nbytes, job.world_size) as limit, _processes(job, scratch, limit) as processes:
-            private = _wait(processes, limit)
-            outcome = Outcome(private=private, counted=limit.peak(), failure=_failure(processes, scratch, limit))
-        said = [_lines(scratch / f"said-{rank}") for rank in range(job.world_size)]
-        outcome.steps = [[line for line in rank if line["event"] == "step"] for rank in said]
-        trained = [line for line in said[0] if line["event"] == "trained"]
-        outcome.digests = trained[0]["digests"] if trained else {}
-        if outcome.failure is not None:
-            outcome.failure += f", {_progress(said)}"
-        return outcome
+def run(job: Job, folder: Path, limiter: Limiter, nbytes: int | None = None) -> Outcome:
+    """Run every rank of `job` in a process, with files in `folder`, under a limit; their places are filled in here."""
+    scratch = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
+    with limiter.limited(nbytes, job.world_size) as limit, _processes(job, scratch, limit) as processes:
+        private = _wait(processes, limit)
+        outcome = Outcome(private=private, counted=limit.peak(), failure=_failure(processes, scratch, limit))
+    said = [_lines(scratch / f"said-{rank}") for rank in range(job.world_size)]
+    outcome.steps = [[line for line in rank if line["event"] == "step"] for rank in said]
+    trained = [line for line in said[0] if line["event"] == "trained"]
+    outcome.digests = trained[0]["digests"] if trained else {}
+    if outcome.failure is not None:
+        outcome.failure += f", {_progress(said)}"
+    return outcome
 
 
 @contextlib.contextmanager
@@ -158,7 +144,7 @@ def _processes(job: Job, scratch: Path, limit: Limit) -> Iterator[list[subproces
     running: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(job.world_size):
-            placed = Job(**{**asdict(job), "rank": rank, "store": str(scratch / "store")})
+            placed = replace(job, rank=rank, store=str(scratch / "store"))
             argv = [sys.executable, "-m", "benchmarks._disk_worker", placed.to_argument()]
             with open(scratch / f"said-{rank}", "wb") as said, open(scratch / f"errors-{rank}", "wb") as errors:
                 running.append(
@@ -350,22 +336,20 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
         rank=0,
         world_size=options.ranks,
     )
-    on_disk = Job(**{**asdict(job), "folder": str(folder)})
-    runner = Runner(folder, limiter)
-    idle = runner.run(Job(**{**asdict(job), "size": "tiny", "context": SIZES["tiny"].context}), None)
+    idle = run(replace(job, size="tiny", context=SIZES["tiny"].context), folder, limiter)
     if idle.failure is not None:
         print(f"the smallest model does not train: {idle.failure}", file=sys.stderr)
         return 1
-    parameters = _parameter_bytes(options.size)
+    parameters, _ = sizes_of(SIZES[options.size])
     memory = options.limit << 20 if options.limit else 4 * parameters // 3
     nbytes = memory + idle.private
     report_sizes(options, parameters, nbytes, idle.private)
 
     before = measure_bandwidth(folder, _BANDWIDTH_BYTES)
     outcomes = {
-        "in memory": runner.run(job, None),
-        "in memory, limited": runner.run(job, nbytes),
-        "on disk, limited": runner.run(on_disk, nbytes),
+        "in memory": run(job, folder, limiter),
+        "in memory, limited": run(job, folder, limiter, nbytes),
+        "on disk, limited": run(replace(job, folder=str(folder)), folder, limiter, nbytes),
     }
     after = measure_bandwidth(folder, _BANDWIDTH_BYTES)
     disk = Bandwidth(max(before.read, after.read), max(before.write, after.write), before.how)
@@ -409,11 +393,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if is_in_memory(options.folder):
         parser.error(f"--folder {options.folder} is on {file_system(options.folder)}, which is memory: name a disk")
     return options
-
-
-def _parameter_bytes(size: str) -> int:
-    with torch.device("meta"):
-        return _BYTES * sum(param.numel() for param in GPT(SIZES[size]).parameters())
 
 
 def _as_json(

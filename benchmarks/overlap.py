@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,12 @@ from benchmarks._contestants import (
     choose,
 )
 from benchmarks._figures import without_refused
-from benchmarks._intervals import Interval, length, overlap
 from benchmarks._measure import settle, synchronize, table, warn_if_busy
 from benchmarks._ranks import DEVICES, backend_of, run_ranks, this_device
 from benchmarks._training import Setup, build, train_step
 from examples.gpt.model import SIZES
+
+Interval = tuple[float, float]  # start, stop; contains nothing if stop <= start
 
 AMONG = (OURS, OURS_ORIG, OURS_ROWS, FSDP1_FLAT, FSDP1_ORIG, FSDP2, FSDP2_PREFETCH, DDP)
 _WARM_UP = 4  # steps, after which the order of units is known
@@ -93,6 +95,21 @@ def measured(events: Sequence[Mapping[str, Any]], steps: int) -> Overlap:
         computation=length(beside) / steps,
         step=(max(times) - min(times)) / steps if times else 0.0,
     )
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the length of the union of intervals."""
+    found, end = 0.0, -math.inf
+    for start, stop in sorted(intervals):
+        found += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return found
+
+
+def overlap(communication: Sequence[Interval], computation: Sequence[Interval]) -> float | None:
+    """Return the part of the communication's time that lies beside computation, 0 to 1; None without communication."""
+    whole = length(communication)
+    return (whole + length(computation) - length([*communication, *computation])) / whole if whole else None
 
 
 def _intervals(events: Sequence[Mapping[str, Any]], pattern: re.Pattern[str] | None = None) -> list[Interval]:

@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,24 +27,15 @@ from torch.distributed.fsdp import fully_shard
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._measure import (
-    NOTHING_KEPT,
-    forget_peak,
-    peak_resident_bytes,
-    resident_bytes,
-    settle,
-    table,
-    warn_if_busy,
-)
+from benchmarks._measure import NOTHING_KEPT, table, warn_if_busy
 from benchmarks._ranks import run_ranks
-from examples.gpt.model import GPT, GPTConfig
+from benchmarks._states import BYTES, TINY, config_of, growth, seconds, sizes_of
+from examples.gpt.model import GPT, GPTConfig, count_units
 from fsdp import FullyShardedDataParallel, load_safetensors, materialize
 
 OURS, FILES, TORCH = "ours", "files", "fsdp2"
 ALLOWED = 1.1
 _WIDTH = 1536
-_BYTES = 4  # of a float32
-_TINY = GPTConfig(num_layers=1, num_heads=1, width=8)
 
 
 @dataclass(frozen=True)
@@ -64,17 +54,15 @@ class Started:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    config = _config(options.gigabytes)
-    with torch.device("meta"):
-        numel = sum(param.numel() for param in GPT(config).parameters())
-    size = f"{config.num_layers} blocks, {numel * _BYTES / 1e9:.2f} GB in float32"
+    config = config_of(options.gigabytes, _WIDTH)
+    size = f"{config.num_layers} blocks, {sizes_of(config)[0] / 1e9:.2f} GB in float32"
     print(f"A GPT of {size}, started on {options.ranks} ranks.")
     warn_if_busy()
     holds, rows = True, []
     for name in options.only:
         # Contestants run sequentially in separate processes: memory that is left would hide the next contestant's.
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            for each in (_TINY, config) if name == FILES else ():
+            for each in (TINY, config) if name == FILES else ():
                 _write(each, _file(Path(folder), each))
             found = run_ranks(_measure, options.ranks, name, config, Path(folder), environment=NOTHING_KEPT)
         rows += [_row(name, rank, started) for rank, started in enumerate(found)]
@@ -97,11 +85,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _config(gigabytes: float) -> GPTConfig:
-    per_block = (12 * _WIDTH * _WIDTH + 13 * _WIDTH) * _BYTES
-    return GPTConfig(num_layers=max(1, round(gigabytes * 1e9 / per_block)), num_heads=16, width=_WIDTH)
-
-
 def _row(name: str, rank: int, started: Started) -> list[str]:
     sizes = [f"{count / 1e6:.0f}" for count in (started.growth, started.shard, started.largest_unit)]
     return [name, str(rank), f"{started.ratio:.3f}", *sizes, f"{started.seconds:.1f}"]
@@ -116,7 +99,7 @@ def _write(config: GPTConfig, file: Path) -> None:
     params = dict(_on_meta(config).named_parameters())
     header, end = {}, 0
     for name, param in params.items():
-        begin, end = end, end + param.numel() * _BYTES
+        begin, end = end, end + param.numel() * BYTES
         header[name] = {"dtype": "F32", "shape": list(param.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with file.open("wb") as stream:
@@ -129,28 +112,11 @@ def _write(config: GPTConfig, file: Path) -> None:
 
 
 def _measure(name: str, config: GPTConfig, folder: Path) -> Started:
-    WAYS[name](_TINY, folder)  # what is loaded at first use is not the model's
-    settle()
-    dist.barrier()
-    before = resident_bytes()
-    forget_peak()
-    began = time.perf_counter()
-    model = WAYS[name](config, folder)
-    seconds = time.perf_counter() - began
-    growth = peak_resident_bytes() - before
-    units = _unit_numels(config)
-    world_size = dist.get_world_size()
-    shard = sum(-(-numel // world_size) for numel in units) * _BYTES
-    del model
-    return Started(shard, max(units) * _BYTES, growth, seconds)
-
-
-def _unit_numels(config: GPTConfig) -> list[int]:
-    """Return the number of elements of each block, and of the root's own parameters."""
-    with torch.device("meta"):
-        model = GPT(config)
-    blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
-    return [*blocks, sum(param.numel() for param in model.parameters()) - sum(blocks)]
+    WAYS[name](TINY, folder)  # what is loaded at first use is not the model's
+    (_, took), grown = growth(lambda: seconds(lambda: WAYS[name](config, folder)))
+    units = count_units(_on_meta(config))
+    shard = sum(-(-numel // dist.get_world_size()) for numel in units) * BYTES
+    return Started(shard, max(units) * BYTES, grown, took)
 
 
 def _on_meta(config: GPTConfig) -> GPT:

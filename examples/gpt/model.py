@@ -150,6 +150,12 @@ def init_weights(part: nn.Module, config: GPTConfig) -> None:
             module.reset_parameters()
 
 
+def count_units(model: GPT) -> list[int]:
+    """Elements of each unit if blocks are units: the root's first, then the blocks'."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    return [sum(p.numel() for p in model.parameters()) - sum(blocks), *blocks]
+
+
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of each byte of `windows` `[batch, time + 1]` after
     those before it.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import fsdp
-from examples.gpt.model import GPT, SIZES, Block, next_byte_loss
+from examples.gpt.model import GPT, SIZES, Block, count_units, next_byte_loss
 from examples.gpt.options import Options, parse_options
 from examples.gpt.report import HeldBytes, Report, measure_held_bytes, write_whole
 from examples.gpt.text import Corpus, load_corpus, training_batches, validation_batches
@@ -89,12 +89,6 @@ def join_group(options: Options) -> Place:
 def shard(plain: GPT) -> FullyShardedDataParallel:
     """Collective. Create a unit for each block, and a unit for all other parameters."""
     return fsdp.shard(plain, units={Block})
-
-
-def count_units(plain: GPT) -> list[int]:
-    """Elements of each unit that `shard` makes: the root's first, then the blocks'."""
-    blocks = [sum(p.numel() for p in block.parameters()) for block in plain.blocks]
-    return [sum(p.numel() for p in plain.parameters()) - sum(blocks), *blocks]
 
 
 @torch.no_grad()

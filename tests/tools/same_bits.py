@@ -13,58 +13,26 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
-import os
-import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
+from benchmarks._measure import Spread
+from benchmarks._ranks import run_ranks
 from examples.gpt.model import GPT, SIZES, Block, next_byte_loss
 from examples.gpt.text import load_corpus
 from fsdp import FullyShardedDataParallel, SameBits, auto_wrap, enable_wrap, module_wrap_policy, wrap
 
 MICRO_BATCHES = 24
 Report = list[str]
-
-
-def run_ranks(world_size: int, body: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what the first of some new ranks has returned."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    others = [
-        context.Process(target=_rank, args=(rank, world_size, port, results, body, arguments))
-        for rank in range(world_size)
-    ]
-    for each in others:
-        each.start()
-    for each in others:
-        each.join()
-    if any(each.exitcode for each in others):
-        sys.exit(f"{world_size} ranks: a rank has failed")
-    return results.get()
-
-
-def _rank(rank: int, world_size: int, port: int, results: Any, body: Callable[..., Any], arguments: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    found = body(*arguments)
-    if rank == 0:
-        results.put(found)
-    dist.destroy_process_group()
 
 
 @functools.cache
@@ -124,14 +92,14 @@ def compare(size: str, batch: int, kind: str, every: list[int], steps: int, fold
     is_same = True
     for number, ranks in enumerate(every):
         begin = time.perf_counter()
-        lines = run_ranks(ranks, train, size, batch, kind, range(steps), None, None)
+        lines = run_ranks(train, ranks, size, batch, kind, range(steps), None, None)[0]
         first = first or lines
         is_same &= lines == first
         print(f"{kind}, {ranks} ranks: {lines[-1]} ({time.perf_counter() - begin:.0f} s)", flush=True)
         after = every[(number + 1) % len(every)]
         saved = str(folder / f"{kind}-{ranks}")
-        half = run_ranks(ranks, train, size, batch, kind, range(steps // 2), None, saved)
-        half += run_ranks(after, train, size, batch, kind, range(steps // 2, steps), saved, None)
+        half = run_ranks(train, ranks, size, batch, kind, range(steps // 2), None, saved)[0]
+        half += run_ranks(train, after, size, batch, kind, range(steps // 2, steps), saved, None)[0]
         is_same &= half == first
         print(f"{kind}, {ranks} ranks, then {after}: {half[-1]}", flush=True)
     return is_same
@@ -187,12 +155,12 @@ def main() -> int:
     parser.add_argument("--cost", type=int, metavar="RANKS", help="measure what a step costs instead")
     args = parser.parse_args()
     if args.cost:
-        seconds = run_ranks(args.cost, measure, args.size, args.batch, args.steps)
+        seconds = run_ranks(measure, args.cost, args.size, args.batch, args.steps)[0]
         base = seconds.pop("same bits")
         for way, each in seconds.items():
-            ratios = sorted(a / b for a, b in zip(base[2:], each[2:], strict=True))
-            low, middle, high = (ratios[int(at * (len(ratios) - 1))] for at in (0.25, 0.5, 0.75))
-            print(f"same bits / {way}: {middle:.3f} ({low:.3f} to {high:.3f}); {statistics.median(each):.4f} s")
+            found = Spread.of_ratios(base[2:], each[2:])
+            print(f"same bits / {way}: {found.median:.3f} ({found.low:.3f} to {found.high:.3f}); ", end="")
+            print(f"{statistics.median(each):.4f} s")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         results = [
