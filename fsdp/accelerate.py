@@ -299,7 +299,8 @@ class Accelerator(_PlainAccelerator):
             )
         shards = {id(param) for param in self._models[0].parameters()}
         for each in self._custom_objects:
-            if isinstance(each, torch.optim.Optimizer) and shards.intersection(map(id, _params(each))):
+            groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else ()
+            if any(id(param) in shards for group in groups for param in group["params"]):
                 raise ValueError(
                     f"{method}: a {type(each).__name__} of sharded parameters is registered for checkpointing, which "
                     "saves the first rank's part of its state only. Pass it to prepare() instead."
@@ -338,7 +339,3 @@ class Accelerator(_PlainAccelerator):
             self._optimizers, self._is_saving = optimizers, False
             handle.remove()
         raise_on_all("save or load its other states", failure)
-
-
-def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])

@@ -47,6 +47,7 @@ from torch.distributed.constants import default_pg_timeout
 import fsdp
 import fsdp.checkpoint
 from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
+from fsdp.wrap import AutoWrapPolicy
 
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -60,7 +61,6 @@ except ImportError as error:
     raise ImportError(f"fsdp.lightning needs lightning: pip install 'fsdp[lightning]' ({error})") from error
 
 _Result = TypeVar("_Result")
-AutoWrapPolicy = Callable[..., bool | Mapping[str, Any]]
 # Modules that reject float32 inputs with 16-bit parameters on CPU; on CUDA, autocast casts them.
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NOT_MIXED_ON_CPU = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_INSTANCE_NORMS, nn.Bilinear)

@@ -268,7 +268,7 @@ class ConfigAutoWrap:
         if not ConfigAutoWrap.in_autowrap_context or policy is None:
             raise RuntimeError("recursive_wrap needs an active context: call it inside enable_wrap(...).")
         wrapped = wrapped_in(module, ConfigAutoWrap.wrapper_cls, is_allowed=keep_wrapped)
-        graph = ModuleGraph.without(module, wrapped, {**ConfigAutoWrap.kwargs, **kwargs})
+        graph = ModuleGraph(module, wrapped, {**ConfigAutoWrap.kwargs, **kwargs})
         return wrap_units(graph, policy, lambda unit, own: wrap(unit, **{**kwargs, **own}), module_is_root)
 
 
@@ -431,11 +431,15 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class ModuleGraph:
-    """The modules and parameters below a module, without ignored ones; each may be used multiple times."""
+    """The modules and parameters below a module; each may be used multiple times.
 
-    def __init__(self, root: nn.Module, ignored: Ignored) -> None:
+    Excludes the modules in `wrapped`, and the modules and parameters that the `options` of the wrappers ignore.
+    """
+
+    def __init__(self, root: nn.Module, wrapped: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
         self.root = root
-        self._ignored = ignored
+        ignored = Ignored.of(options.get("ignored_modules"), options.get("ignored_parameters"))
+        self._ignored = ignored | Ignored.of(wrapped, None)
         self.modules: list[nn.Module] = []  # children before parents, each once
         self.places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root: []}  # (parent, name in it)
         self.holders: Counter[nn.Parameter] = Counter()  # modules that list a parameter themselves
@@ -444,12 +448,6 @@ class ModuleGraph:
         self._paths = Counter({root: 1})  # from the root
         for module in reversed(self.modules):  # parents before children
             self._paths[module] += sum(self._paths[parent] for parent, _ in self.places[module])
-
-    @classmethod
-    def without(cls, root: nn.Module, wrapped: Iterable[nn.Module], options: Mapping[str, Any]) -> ModuleGraph:
-        """Return the graph without the given wrappers, and without modules and parameters that the options ignore."""
-        ignored = Ignored.of(options.get("ignored_modules"), options.get("ignored_parameters"))
-        return cls(root, ignored | Ignored.of(wrapped, None))
 
     def _visit(self, module: nn.Module, path: str) -> None:
         inside: Counter[nn.Parameter] = Counter()

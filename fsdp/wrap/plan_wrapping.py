@@ -137,7 +137,7 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     if not 0 <= memory_budget < math.inf:
         raise ValueError(f"memory_budget is a number of bytes, got {memory_budget:g}")
     search = _Search(module, world_size, int(memory_budget), arguments)
-    granularities = _granularities(ModuleGraph.without(module, (), arguments))
+    granularities = _granularities(ModuleGraph(module, (), arguments))
     found: list[PlannedWrapping] = []
     for names in granularities:
         try:

@@ -46,7 +46,7 @@ def shard(
     def wrapped(unit: nn.Module, own: Mapping[str, Any]) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(unit, **{**options, **wrapper_config_of(unit), **own})
 
-    graph = ModuleGraph.without(module, wrapped_in(module, FullyShardedDataParallel, is_allowed=True), options)
+    graph = ModuleGraph(module, wrapped_in(module, FullyShardedDataParallel, is_allowed=True), options)
     root, _ = wrap_units(graph, policy, wrapped)
     return root if isinstance(root, FullyShardedDataParallel) else wrapped(root, {})
 
