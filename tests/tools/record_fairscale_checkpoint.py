@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._fairscale import copying, from_first
-from benchmarks._ranks import run_ranks
 from tests.tools.record_fairscale_optim import train
-from tests.tools.record_fairscale_shards import _OUT, Case, _theirs
+from tests.tools.record_fairscale_shards import Case, _theirs, record_all
 
 
 class Program(NamedTuple):
@@ -83,16 +82,5 @@ def _gathered(model: Any, optimizer: torch.optim.Optimizer) -> dict[int, dict[st
     return whole
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=_OUT)
-    out = parser.parse_args().out
-    for name, (_, case) in CASES.items():
-        (out / name).mkdir(parents=True, exist_ok=True)
-        run_ranks(record, case.ranks, str(out / name), name)
-        size = sum(path.stat().st_size for path in (out / name).iterdir())
-        print(f"{name}: {case.ranks} ranks, {size} bytes")
-
-
 if __name__ == "__main__":
-    main()
+    record_all(__doc__, {name: case for name, (_, case) in CASES.items()}, record)

@@ -11,7 +11,6 @@ buffer and counts on ``cpu()`` to copy from it, which it does not do on the CPU;
 
 from __future__ import annotations
 
-import argparse
 import copy
 import warnings
 from pathlib import Path
@@ -21,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._fairscale import copying, from_first
-from benchmarks._ranks import run_ranks
 from fsdp import FullyShardedDataParallel
-from tests.tools.record_fairscale_shards import _OUT, Case, _theirs, make_wrapped
+from tests.tools.record_fairscale_shards import Case, _theirs, make_wrapped, record_all
 
 CASES = {
     "optim-flat-2": Case(2, {}, {}),
@@ -92,17 +90,5 @@ def check_ours(name: str) -> None:
         raise AssertionError(f"{found['param_groups']} instead of {expected['param_groups']}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=_OUT)
-    out = parser.parse_args().out
-    for name, case in CASES.items():
-        (out / name).mkdir(parents=True, exist_ok=True)
-        run_ranks(record, case.ranks, str(out / name), name)
-        run_ranks(check_ours, case.ranks, name)
-        size = sum(path.stat().st_size for path in (out / name).iterdir())
-        print(f"{name}: {case.ranks} ranks, {size} bytes; FairScale takes ours")
-
-
 if __name__ == "__main__":
-    main()
+    record_all(__doc__, CASES, record, check_ours)

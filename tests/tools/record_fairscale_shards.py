@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,6 @@ from benchmarks._fairscale import fairscale_class, options_on_cpu
 from benchmarks._ranks import run_ranks
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.paths import DATA
-
-_OUT = DATA / "fairscale"
 
 
 class Case(NamedTuple):
@@ -137,17 +135,24 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             raise AssertionError(f"{name} is not what it should be: {found.get(name)} instead of {value}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=_OUT)
+def record_all(
+    about: str | None,
+    cases: Mapping[str, Case],
+    record: Callable[[str, str], None],
+    check_ours: Callable[[str], None] | None = None,
+) -> None:
+    """Record all cases in a folder of the command line, and check with FairScale what this package makes of each."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DATA / "fairscale")
     out = parser.parse_args().out
-    for name, case in CASES.items():
+    for name, case in cases.items():
         (out / name).mkdir(parents=True, exist_ok=True)
         run_ranks(record, case.ranks, str(out / name), name)
-        run_ranks(check_ours, case.ranks, name)
+        if check_ours is not None:
+            run_ranks(check_ours, case.ranks, name)
         size = sum(path.stat().st_size for path in (out / name).iterdir())
-        print(f"{name}: {case.ranks} ranks, {size} bytes; FairScale reads ours")
+        print(f"{name}: {case.ranks} ranks, {size} bytes{'; FairScale reads ours' if check_ours else ''}")
 
 
 if __name__ == "__main__":
-    main()
+    record_all(__doc__, CASES, record, check_ours)
