@@ -186,68 +186,6 @@ def _trained_with_muon(names: Any) -> Any:
     return model
 
 
-# Preferences, as trl's trainers learn them: a frozen reference beside the model, two forwards before a backward
-
-
-@on_ranks(2)
-def test_a_model_learns_preferences_beside_its_frozen_reference() -> None:
-    import torch.distributed.fsdp as names
-
-    losses, expected = _trained_on_preferences(names)
-    with installed():
-        found_losses, found = _trained_on_preferences(names)
-    torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=1e-10)
-    for name, param in expected.named_parameters():
-        torch.testing.assert_close(local(found.get_parameter(name)), local(param), rtol=1e-10, atol=1e-10)
-
-
-def _trained_on_preferences(names: Any) -> tuple[list[float], Any]:
-    policy, reference = (_sharded_decoder(names) for _ in range(2))
-    reference.requires_grad_(False)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    losses = []
-    for number in range(3):
-        for turn in range(2):
-            policy.set_requires_gradient_sync(turn == 1)
-            prompt = tokens(2 * number + turn)
-            chosen, rejected = (_continued(policy, prompt, best) for best in (True, False))
-            with torch.no_grad():
-                before = _log_probability(reference, chosen) - _log_probability(reference, rejected)
-            after = _log_probability(policy, chosen) - _log_probability(policy, rejected)
-            loss = -nn.functional.logsigmoid(0.5 * (after - before)).mean() / 2
-            loss.backward()
-            losses.append(loss.item())
-        nn.utils.clip_grad_norm_(policy.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, policy
-
-
-def _sharded_decoder(names: Any) -> Any:
-    torch.manual_seed(0)
-    model: Any = Decoder().double()
-    for block in model.blocks:
-        names.fully_shard(block)
-    return names.fully_shard(model)
-
-
-def _continued(model: Any, prompt: Tensor, best: bool) -> Tensor:
-    """Generate two tokens, the likeliest or the least likely ones, with the parameters unsharded meanwhile."""
-    with torch.no_grad():
-        model.unshard()
-        for _ in range(2):
-            scores = model(prompt[:, -4:])[:, -1]
-            prompt = torch.cat([prompt, (scores if best else -scores).argmax(-1, keepdim=True)], dim=1)
-        model.reshard()
-    return prompt[:, -4:]
-
-
-def _log_probability(model: Any, text: Tensor) -> Tensor:
-    """Return that of the second half of each text ``[batch]``, given the first."""
-    each = model(text)[:, :-1].log_softmax(-1).gather(-1, text[:, 1:, None])
-    return each[:, 1:, 0].sum(-1)
-
-
 # Pipelines
 
 

@@ -77,13 +77,13 @@ def test_settings_that_are_assigned_before_the_trainer_runs_are_used() -> None:
     torch.testing.assert_close(lit.state_of(trainer), lit.trained_alone(lit.Regression()), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fsdp_flat", "ddp_fully_sharded"])
 @on_lit_ranks(2)
-def test_a_name_is_registered(name: str) -> None:
+def test_names_are_registered() -> None:
     from tests.helpers import lightning as lit
 
-    trainer = lit.fitted(lit.Regression(), lit.trainer(strategy=name))
-    assert isinstance(trainer.strategy, lit.fsdp.lightning.FullyShardedStrategy)
+    trainers = [lit.trainer(strategy=name) for name in ("fsdp_flat", "ddp_fully_sharded")]
+    assert all(isinstance(each.strategy, lit.fsdp.lightning.FullyShardedStrategy) for each in trainers)
+    trainer = lit.fitted(lit.Regression(), trainers[1])
     assert isinstance(trainer.model, fsdp.FullyShardedDataParallel)
     torch.testing.assert_close(lit.state_of(trainer), lit.trained_alone(lit.Regression()), rtol=1e-4, atol=1e-6)
 

@@ -43,7 +43,7 @@ pytestmark = [
 PRELOAD = [*MODULES, "peft"]
 
 every_form = pytest.mark.parametrize("form", ["original", "flat", "fully_shard"])
-CASES = [("llama", "original"), ("llama", "flat"), ("gpt2", "fully_shard"), ("gpt2", "original")]
+CASES = [("llama", "original"), ("gpt2", "flat"), ("gpt2", "fully_shard")]
 every_case = pytest.mark.parametrize(("family", "form"), CASES)
 TARGETS = {"llama": ["q_proj", "v_proj", "lm_head"], "gpt2": ["c_attn"]}
 
@@ -134,7 +134,7 @@ def test_the_trainer_saves_the_adapters(ranks: RankPool, tmp_path: Path, form: s
     ranks(2, timeout=PATIENCE).run(_save_by_trainer, tmp_path, form)
 
 
-@every_form
+@pytest.mark.parametrize("form", ["flat", "fully_shard"])
 @pytest.mark.parametrize("kind", ["modules_to_save", "prompts", "buffers"])
 def test_the_trainer_saves_modules_prompts_and_buffers(ranks: RankPool, tmp_path: Path, kind: str, form: str) -> None:
     pytest.importorskip("accelerate")

@@ -96,15 +96,6 @@ def direct_preference(policy: Any, reference: Any, tokens: Tensor, before: Tenso
     return -F.logsigmoid(0.5 * (learned - kept)).mean()
 
 
-def proximal(policy: Any, reference: Any, tokens: Tensor, before: Tensor) -> Tensor:
-    """Of PPO: clipped ratios, and rewards that the reference takes part in."""
-    with torch.no_grad():
-        penalty = (before - log_probabilities(reference, tokens)).sum(1)
-    advantages = (reward(tokens) - 0.1 * penalty)[:, None]
-    ratio = (log_probabilities(policy, tokens) - before).exp()
-    return torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages).mean()
-
-
 def hand_over(policy: nn.Module, engine: nn.Module) -> None:
     """Load the weights of a policy into an inference engine, one tensor after the other."""
     weights = dict(engine.named_parameters())
@@ -150,7 +141,7 @@ def counted(names: Any, loss_of: Loss) -> tuple[Any, Found]:
     return policy, found
 
 
-@pytest.mark.parametrize("loss_of", [group_relative, direct_preference, proximal], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss_of", [group_relative, direct_preference], ids=lambda loss: loss.__name__)
 @on_ranks(2)
 def test_a_policy_learns_as_with_torchs(loss_of: Loss) -> None:
     import torch.distributed.fsdp as theirs

@@ -109,10 +109,10 @@ def test_rows_that_ranks_see_twice_count_once_in_an_evaluation(ranks: RankPool, 
     assert ranks(2, timeout=PATIENCE).run(_evaluate, tmp_path, "flat") == [pytest.approx(expected, rel=1e-5)] * 2
 
 
-def _evaluate(folder: Path, form: str | None, count: int = 5) -> float:
+def _evaluate(folder: Path, form: str | None) -> float:
     with as_launched():
         trainer = trainer_of(model_of("llama", form), folder, per_device_eval_batch_size=1)
-        return trainer.evaluate(rows(count, seed=2))["eval_loss"]  # type: ignore[no-any-return]
+        return trainer.evaluate(rows(5, seed=2))["eval_loss"]  # type: ignore[no-any-return]
 
 
 # Checkpoints
@@ -255,25 +255,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         assert torch.equal(logits(from_pretrained("llama", best)), found)
 
 
-def test_it_mixes_into_other_trainers(ranks: RankPool, tmp_path: Path) -> None:
-    expected = ranks(1, timeout=PATIENCE).run(_evaluate, tmp_path, None, 6)[0]
-    assert ranks(2, timeout=PATIENCE).run(_mix, tmp_path) == [pytest.approx(expected, rel=1e-5)] * 2
-
-
-def _mix(folder: Path) -> float:
-    import transformers
-
-    from fsdp.transformers import Trainer
-
-    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-        """As users make it."""
-
-    with as_launched():
-        options = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
-        args = transformers.Seq2SeqTrainingArguments(per_device_eval_batch_size=1, **options)
-        return Mine(sharded("llama"), args).evaluate(rows(6, seed=2))["eval_loss"]  # type: ignore[no-any-return]
-
-
 @on_ranks(2, timeout=PATIENCE)
 def test_it_mixes_into_trainers_with_other_arguments_before_args(tmp_path: Path) -> None:
     """As those of trl have them: a reference model, or functions of rewards."""
@@ -320,13 +301,6 @@ def test_subclasses_generate_different_numbers_of_tokens_on_the_ranks(tmp_path: 
 @pytest.mark.parametrize("form", ["flat", "fully_shard"])
 @on_ranks(2, timeout=PATIENCE)
 def test_evaluations_generate_different_numbers_of_tokens_on_the_ranks(tmp_path: Path, form: str) -> None:
-    import transformers
-
-    from fsdp.transformers import Trainer
-
-    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-        """As users make it."""
-
     plain, model = made("llama")[0].eval(), sharded("llama", form)
     data, most = rows(4, seed=2), {"max_new_tokens": 6}
     with torch.no_grad():
@@ -338,12 +312,7 @@ def test_evaluations_generate_different_numbers_of_tokens_on_the_ranks(tmp_path:
         each.generation_config.do_sample = False
     expected = [plain.generate(row["input_ids"][None], **most)[0].tolist() for row in data]
     assert len({len(row) for row in expected}) > 1
-    with as_launched():
-        options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
-        args = transformers.Seq2SeqTrainingArguments(
-            per_device_eval_batch_size=1, predict_with_generate=True, **options
-        )
-        found = Mine(model, args).predict(data, **most).predictions
+    found = predicted(model, tmp_path, data, **most)
     for row, wanted in zip(found.tolist(), expected, strict=True):
         padding = [0] * (len(row) - len(wanted))
         assert row == wanted + padding
@@ -355,11 +324,6 @@ def test_evaluations_generate_with_an_encoder_and_a_decoder(tmp_path: Path, form
     """`generate` calls the encoder before the model, and the encoder reads the embedding that it shares."""
     import transformers
 
-    from fsdp.transformers import Trainer
-
-    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-        """As users make it."""
-
     def model() -> Any:
         torch.manual_seed(0)
         sizes = {"d_model": 12, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 3}
@@ -370,15 +334,31 @@ def test_evaluations_generate_with_an_encoder_and_a_decoder(tmp_path: Path, form
     plain, data = model().eval(), rows(4, seed=2)
     whole = model()
     unit = fully_shard(whole) if form == "fully_shard" else FullyShardedDataParallel(whole)
-    with as_launched():
-        options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
-        args = transformers.Seq2SeqTrainingArguments(
-            per_device_eval_batch_size=1, predict_with_generate=True, **options
-        )
-        found = Mine(unit, args).predict(data, max_new_tokens=4, do_sample=False).predictions
+    found = predicted(unit, tmp_path, data, max_new_tokens=4, do_sample=False)
     for row, each in zip(found.tolist(), data, strict=True):
         wanted = plain.generate(each["input_ids"][None], max_new_tokens=4, do_sample=False)[0].tolist()
         assert row == wanted + [0] * (len(row) - len(wanted))
+
+
+def predicted(model: Any, folder: Path, data: list[dict[str, Tensor]], **options: Any) -> Any:
+    """Collective. Predict by generating, with a Trainer that is mixed into one of `transformers`."""
+    import transformers
+
+    from fsdp.transformers import Trainer
+
+    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+        """As users make it."""
+
+    with as_launched():
+        args = transformers.Seq2SeqTrainingArguments(
+            output_dir=str(folder),
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            per_device_eval_batch_size=1,
+            predict_with_generate=True,
+        )
+        return Mine(model, args).predict(data, **options).predictions
 
 
 # Errors

@@ -151,7 +151,6 @@ CASES = {
     "GPT by ZeRO-1": Case(short_gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM}),
     "GPT by ZeRO-2": Case(short_gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS}),
     "convolutions": Case(*CONVOLUTIONS),
-    "convolutions by momentum": Case(*CONVOLUTIONS, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "convolutions by fused AdamW": Case(*CONVOLUTIONS, optimizer=partial(torch.optim.AdamW, fused=True)),
     "adapters": Case(adapted_gpt, Net),
     "adapters of original parameters": Case(adapted_gpt, Net, options={"use_orig_params": True}),
