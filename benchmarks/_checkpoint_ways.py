@@ -38,12 +38,12 @@ class FileWay:
     """How a library saves to a folder.
 
     Args:
-        model: the contestant whose model is saved; None if no model is needed.
+        model: the contestant whose model is saved; the disk does not use it.
         save: returns when training can continue, with a function that waits until all data is on disk.
         load: loads such a folder.
     """
 
-    model: str | None
+    model: str
     save: Callable[[Path, Any, Any], Callable[[], Any]]
     load: Callable[[Path, Any, Any], Any]
 
@@ -154,7 +154,7 @@ def disk_way(nbytes: int) -> FileWay:
             for start in range(0, share, _BLOCK):
                 file.readinto(memory[start : start + _BLOCK])
 
-    return FileWay(None, save, load)
+    return FileWay(OURS, save, load)
 
 
 WAYS: dict[str, FileWay] = {

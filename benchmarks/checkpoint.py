@@ -124,11 +124,11 @@ def _judged(costs: Mapping[str, Sequence[Cost]], config: GPTConfig, ranks: int) 
 
 def _measure(name: str, config: GPTConfig, folder: Path) -> Cost:
     way = WAYS[name]
-    made = _made(way, TINY)  # what is loaded at first use is not the state's
+    made = stepped(way.model, TINY)  # what is loaded at first use is not the state's
     way.save(folder / "first", *made)()
     dist.barrier()
     way.load(folder / "first", *made)
-    made = _made(way, config)
+    made = stepped(way.model, config)
     before = _written()
     _, save_growth = growth(lambda: way.save(folder / name, *made)())
     written = _written() - before
@@ -140,9 +140,7 @@ def _measure(name: str, config: GPTConfig, folder: Path) -> Cost:
 
 def _time(names: Sequence[str], config: GPTConfig, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
     ways = {name: disk_way(3 * sizes_of(config)[0]) if name == DISK else WAYS[name] for name in names}
-    models: dict[str | None, Any] = {way.model: None for way in ways.values()}
-    for model in models:
-        models[model] = (None, None) if model is None else stepped(model, config)
+    models = {model: stepped(model, config) for model in dict.fromkeys(way.model for way in ways.values())}
 
     def measured(name: str) -> list[float]:
         way, made = ways[name], models[ways[name].model]
@@ -169,10 +167,6 @@ def _save_seconds(way: FileWay, folder: Path, made: tuple[Any, Any]) -> tuple[fl
     saving = time.perf_counter() - began
     dist.all_reduce(until_free, dist.ReduceOp.MAX)
     return until_free.item(), saving
-
-
-def _made(way: FileWay, config: GPTConfig) -> tuple[Any, Any]:
-    return (None, None) if way.model is None else stepped(way.model, config)
 
 
 def _remove(folder: Path) -> None:
