@@ -55,16 +55,13 @@ def from_files(family: str, form: str, folder: Path, **options: Any) -> tuple[An
     return model, source
 
 
-every_model = pytest.mark.parametrize(
-    ("size", "family", "form"),
-    [(2, "llama", "flat"), (3, "llama", "original"), (3, "gpt2", "flat"), (2, "gpt2", "fully_shard")],
-)
-
-
 # From files, and to files
 
 
-@every_model
+@pytest.mark.parametrize(
+    ("size", "family", "form"),
+    [(2, "llama", "flat"), (3, "llama", "original"), (3, "gpt2", "flat"), (2, "gpt2", "fully_shard")],
+)
 @on_ranks("size", timeout=PATIENCE)
 def test_a_model_from_files_computes_and_trains_as_the_plain_one(tmp_path: Path, family: str, form: str) -> None:
     model, plain = from_files(family, form, tmp_path / "source")
@@ -203,7 +200,7 @@ def test_initialising_by_apply_draws_what_the_plain_model_draws() -> None:
 # Generating
 
 
-@every_model
+@pytest.mark.parametrize(("size", "family", "form"), [(3, "llama", "original"), (2, "gpt2", "fully_shard")])
 @on_ranks("size", timeout=PATIENCE)
 def test_prompts_of_any_length_are_continued_as_by_the_plain_model(tmp_path: Path, family: str, form: str) -> None:
     model, plain = from_files(family, form, tmp_path)
