@@ -11,10 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
+from fsdp.wrap.live_bytes import LiveBytes
 from tests.helpers.accelerator import ACCELERATOR, device_module, later_kernels
 from tests.helpers.equality import assert_same
 from tests.wrap.test_checkpoint_wrapper import Function, gradients, inputs, kept_or_offloaded, layers
@@ -22,27 +21,6 @@ from tests.wrap.test_checkpoint_wrapper import Function, gradients, inputs, kept
 IMPLEMENTATION = sys.modules["fsdp.wrap.checkpoint_wrapper"]  # the package may mean the function by this name
 
 # Memory
-
-
-class Made(TorchDispatchMode):
-    """Which tensors were made, and how many bytes of them are alive, whoever holds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                reference = StorageWeakRef(storage)
-                self._storages[reference.cdata] = reference, storage.nbytes()
-        return result
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(size for reference, size in self._storages.values() if not reference.expired())
 
 
 WIDTH, ROWS = 16, 64
@@ -57,9 +35,9 @@ def tanhs(depth: int = 4) -> nn.Sequential:
 def kept_bytes(module: Callable[[Tensor], Any]) -> int:
     """What is alive between forward and backward, besides the output: each layer makes its input."""
     batch = torch.zeros(ROWS, WIDTH, requires_grad=True)
-    with Made() as made:
+    with LiveBytes("cpu") as made:
         output = module(batch)
-        size = made.live_bytes - ACTIVATION
+        size = made.live.total() - ACTIVATION
         output.sum().backward()
     assert batch.grad is not None
     return size
@@ -110,9 +88,9 @@ def test_offload_moves_inputs_and_nothing_else(nested: bool) -> None:
         pack(self, tensor)
 
     batch = torch.zeros(ROWS, WIDTH, requires_grad=True)
-    with host("meta"), mock.patch.object(IMPLEMENTATION._Offloaded, "__init__", watched), Made() as made:
+    with host("meta"), mock.patch.object(IMPLEMENTATION._Offloaded, "__init__", watched), LiveBytes("cpu") as made:
         output = module(batch)
-        assert made.live_bytes - ACTIVATION < SMALL
+        assert made.live.total() - ACTIVATION < SMALL
     assert [shape for shape in moved if shape == output.shape] == [(ROWS, WIDTH)] * (1 if nested else 3)
 
 
