@@ -67,7 +67,7 @@ CONCERNS = {
         "layers/state_dict/local_state"
     ),
     "engine/unit engine/runtime engine/policy engine/schedule engine/forward_hooks": (
-        "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
+        "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync "
         "fully_shard/uses fully_shard/settings training/kinds_calls training/autograd_uses engine/errors uneven/cond "
         "engine/written_in_forward"
     ),
@@ -88,6 +88,7 @@ CONCERNS = {
     "layers/verify layers/first_use engine/checks layers/fingerprints": (
         "engine/errors layers/different_values layers/sync_module_states distributed/starts_together layers/ranks_apart"
     ),
+    "layers/full_precision": "layers/full_precision",
     "layers/same_bits": "layers/same_bits",
     "layers/exact_norm": "layers/exact_norm layers/same_bits",
     "engine/observers": "layers/trace optim_utils/recording layers/nonfinite",
