@@ -2,11 +2,10 @@
 
     python -m tests.mutants --count 60 --seed 1
 
-draws 60 places in the engine, the state and the checkpoint modules (the same ones for the same seed and source),
-changes each in a copy of the repository as a tired programmer might, runs the tests that concern the module until one
-fails, and lists the mistakes that no test has found in time. Each of those is a hole in the tests, or a change that
-makes no difference, which somebody has to look at. It takes about a minute for a mistake; with `--results FILE` a run
-that was interrupted goes on where it was.
+draws 60 places in the package (the same ones for the same seed and source), changes each in a copy of the repository as
+a tired programmer might, runs the tests that concern the module until one fails, and lists the mistakes that no test
+has found in time. Each of those is a hole in the tests, or a change that makes no difference, which somebody has to
+look at. It takes about a minute for a mistake; with `--results FILE` a run that was interrupted goes on where it was.
 
     python -m tests.mutants --waits
 
@@ -35,8 +34,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# For patterns of modules, the tests that concern them: folders of tests, or files without `test_`, those first that are
-# likely to fail first. A module belongs to the first row that names it.
+# For patterns of modules, the tests that concern them besides the file of tests of the same name: folders of tests, or
+# files without `test_`, those first that are likely to fail first. A module belongs to the first row that names it.
 CONCERNS = {
     "engine/boxes": "engine/boxes fully_shard/local_tensors layers/state_dict/tensor_part",
     "engine/layout engine/rows_layout": (
@@ -81,15 +80,13 @@ CONCERNS = {
     "layers/managed_params engine/ignored layers/shard_module layers/foreign_names layers/options": (
         "engine/errors engine/ignored* layers/group_by fully_sharded_data_parallel/api fully_shard/errors "
         "fully_sharded_data_parallel/wrapped_again layers/sync_module_states fully_sharded_data_parallel/fsdp1_names "
-        "tensor_parallel/errors"
+        "tensor_parallel/errors fully_shard/starts"
     ),
     "layers/shared_params": "layers/append_shared_param training/kinds_tied fully_shard/uses engine/errors",
     "layers/module_states": "layers/sync_module_states",
     "layers/verify layers/first_use engine/checks layers/fingerprints": (
         "engine/errors layers/different_values layers/sync_module_states distributed/starts_together layers/ranks_apart"
     ),
-    "layers/full_precision": "layers/full_precision",
-    "layers/same_bits": "layers/same_bits",
     "layers/exact_norm": "layers/exact_norm layers/same_bits",
     "engine/observers": "layers/trace optim_utils/recording layers/nonfinite",
     "engine/precision": "engine/precision*",
@@ -147,7 +144,6 @@ CONCERNS = {
         "layers/state_dict/sharded_state checkpoint/load_safetensors"
     ),
     "optim_utils/grad_scaler": "optim_utils/grad_scaler optim_utils/torch_grad_scaler",
-    "optim_utils/ema": "optim_utils/ema",
     "optim_utils/owned": "optim_utils/owned optim_utils/owned_state optim_utils/owned_kinds",
     "optim_utils/ownership": "optim_utils/ownership optim_utils/owned",
     "optim_utils/fingerprint optim_utils/recording": "optim_utils/fingerprint optim_utils/recording",
@@ -438,9 +434,17 @@ def tests_by_module(table: dict[str, str]) -> dict[Path, str]:
     return found
 
 
+def own_tests(path: Path) -> str:
+    """The file of tests of a module's name, as in the table; empty if there is none."""
+    place = path.relative_to("fsdp").with_suffix("")
+    return str(place) if (ROOT / "tests" / place.parent / f"test_{place.name}.py").exists() else ""
+
+
 def drawn(seed: int) -> list[tuple[Mutant, str]]:
     """All mistakes in an order that the seed gives, and edits elsewhere leave, each with the tests that concern it."""
-    found = [(mutant, tests) for path, tests in tests_by_module(CONCERNS).items() for mutant in mutants_of(path)]
+    concerned = tests_by_module(CONCERNS)
+    known = {path: f"{own_tests(path)} {concerned.get(path, '')}".strip() for path in modules_of("**/*")}
+    found = [(mutant, tests) for path, tests in known.items() if tests for mutant in mutants_of(path)]
     return sorted(found, key=lambda one: hashlib.sha256(f"{seed} {one[0].describe()}".encode()).digest())
 
 

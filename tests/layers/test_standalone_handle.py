@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from fsdp import (
@@ -279,6 +280,8 @@ def alone(params: Any, module: nn.Module, **options: Any) -> StandaloneHandle:
 
 def test_parameters_that_cannot_be_sharded_together_are_named() -> None:
     module = layers()
+    with pytest.raises(RuntimeError, match=r"this Sequential .* FakeTensorMode"), FakeTensorMode():
+        alone([module[0].weight], module)
     with pytest.raises(ValueError, match="needs parameters to shard, and was given none"):
         alone([], module)
     with pytest.raises(ValueError, match=r"number 1 of params, of shape \[3\], is no parameter of this Sequential"):

@@ -171,7 +171,10 @@ def test_the_file_is_in_the_trace_event_format(ranks: RankPool, tmp_path: Path) 
     assert names == {"rank 0", "rank 1"}
     complete = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in events if "ts" in event) == 0  # Perfetto drops what comes before
-    assert all(event["dur"] >= 0 and event["cat"] and event["name"] for event in complete)
+    assert all(event["dur"] >= 0 and event["cat"] for event in complete)
+    titles = {event["name"] for event in complete}
+    assert {"forward of 0", "backward of root (Sequential)", "optimizer step: SGD"} <= titles, titles
+    assert any(title.startswith("wait: all-gather of ") for title in titles), titles
     assert all(event["args"]["bytes"] > 0 for event in events if event["ph"] == "C")
 
 

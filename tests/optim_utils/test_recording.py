@@ -241,6 +241,23 @@ def _record_forms(forms: list[str], optimizer: str, folder: Path) -> None:
         Training(form, optimizer).record(folder / f"{form} {dist.get_world_size()}")
 
 
+@contextmanager
+def an_evaluation(training: Training) -> Iterator[None]:
+    training.model.eval()
+    with torch.no_grad():
+        loss_of(training.model, tokens_of(STEP, 17))
+    training.model.train()
+    yield
+
+
+@on_ranks(1, 2)
+def test_evaluations_are_not_recorded(tmp_path: Path) -> None:
+    for name, plant in (("with", an_evaluation), ("without", None)):
+        Training().record(tmp_path / name, in_step=plant)
+    if dist.get_rank() == 0:
+        assert [*map(str, differences(*map(Recorded.read, sorted(tmp_path.iterdir()))))] == []
+
+
 @on_ranks(1)
 def test_outside_nothing_is_recorded_and_nothing_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "one"

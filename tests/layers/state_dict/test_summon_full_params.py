@@ -296,12 +296,13 @@ def test_the_error_of_an_impossible_change_names_the_parameter_and_the_rest_is_k
             assert users(model).entry.weight.shape == (7, 5)
 
 
+@pytest.mark.parametrize("rank0_only", [False, True])
 @on_ranks(1, 2)
-def test_freezing_inside_is_kept_or_refused() -> None:
+def test_freezing_inside_is_kept_or_refused(rank0_only: bool) -> None:
     model = nested_mlp(fully_sharded())
     before = model.state_dict()
     try:
-        with model.summon_full_params():
+        with model.summon_full_params(rank0_only=rank0_only):
             for param in model.parameters():
                 param.requires_grad_(False)
     except RuntimeError as error:
