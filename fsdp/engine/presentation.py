@@ -157,7 +157,7 @@ class Presentation:
         """Show placeholders, and later leaves, of these unsharded parameters from now on.
 
         Args:
-            unsharded: what is computed with.
+            unsharded: the parameters that modules compute with.
             own_dtype: the dtype of the shard, in which tensors may be lent.
         """
         self._leaves, self._absent = unsharded.leaves, unsharded.absent
@@ -369,7 +369,7 @@ class Presentation:
             self.touched |= {place[0]}
 
     def _place(self, module: nn.Module, name: str) -> tuple[int, nn.Parameter | None] | None:
-        """Return the number of the parameter in a place, and what is listed there; None at a flat parameter."""
+        """Return a parameter's number and listed entry, by a place of it; None for the place of a flat parameter."""
         found = ((slot, entry) for _, own, known_as, slot, entry in self._at if own is module and known_as == name)
         return next(found, None)
 

@@ -1,4 +1,4 @@
-"""`full_precision` suspends the mixed precision of a model, so that an evaluation equals that of the plain model."""
+"""`full_precision` suspends the mixed precision of a model, so that an evaluation has the plain model's bits."""
 
 from __future__ import annotations
 

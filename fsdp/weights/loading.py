@@ -79,7 +79,7 @@ class ModelSink(Sink):
         self._open.enter_context(stored_buffers(self.units))
 
     def bucket(self, number: int, tensor: Tensor) -> None:
-        # Also those of which this rank holds nothing: a shard counts as changed on all ranks.
+        # Tensors without a part on this rank, too: a shard counts as changed on all ranks.
         values: dict[int, list[tuple[Run, Tensor]]] = {piece.tensor: [] for piece in self._plan.buckets[number]}
         for run in self._plan.runs(number, self._held):
             values[run.piece.tensor].append((run, self._plan.run_view(run, tensor)))
