@@ -345,12 +345,12 @@ _awaited: dict[int, Sequence[Any]] = {}  # by thread, the works that it waits fo
 _LONG = 10.0  # seconds between two waits, of which no more count: a rank may pause for hours
 
 
-main_threads: set[int] = set()  # of ranks, where these are threads (`fsdp.testing`)
+main_threads = {threading.main_thread().ident}  # and those of ranks that are threads (`fsdp.testing`)
 
 
 def is_aside(thread: int) -> bool:
     """Return whether a thread is not the main thread, such as a thread that saves in the background."""
-    return thread != threading.main_thread().ident and thread not in main_threads
+    return thread not in main_threads
 
 
 def awaited_by(thread: int) -> list[int]:
@@ -367,7 +367,7 @@ def explain(closed_by: int | None) -> str:
 def finish(works: Sequence[Any], what: str) -> None:
     """Wait for works of `torch.distributed`; raise an error, with the known cause, if any of them did not complete."""
     thread, since = threading.get_ident(), time.monotonic()
-    beside = is_aside(thread)
+    beside = thread not in main_threads  # `is_aside`, for each message
     waits[thread], _awaited[thread] = Wait(what, _call.get(), since), works
     try:
         limit = _limit.get()
@@ -605,7 +605,7 @@ def forget_destroyed_groups() -> None:
 
     Models that live on keep what they use.
     """
-    if main_threads:
+    if len(main_threads) > 1:
         return  # torch knows the groups of one of these ranks at a time
     groups = {
         part for made in _made for key in list(made) for part in _parts(key) if isinstance(part, dist.ProcessGroup)
