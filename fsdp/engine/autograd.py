@@ -10,7 +10,6 @@ modes of `torch.utils.checkpoint` and `torch.autograd.graph` are private, too. T
 
 from __future__ import annotations
 
-import operator
 import sys
 import traceback
 import weakref
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fsdp.distributed.communicator import uncompiled
+from fsdp.engine.counted_data import version_of
 
 
 def backward_id() -> int:
@@ -207,9 +207,6 @@ class FollowedPass:
     is_alive = True
 
 
-_version_of = operator.attrgetter("_version")
-
-
 class FreedLeaves:
     """Leaves whose memory is freed temporarily: autograd must not read saved views of them during this time.
 
@@ -224,7 +221,7 @@ class FreedLeaves:
     def seal(self) -> None:
         """The leaves lose their memory, and a graph may have saved them."""
         if self._versions is None:
-            self._versions = tuple(map(_version_of, self._leaves))
+            self._versions = tuple(map(version_of, self._leaves))
             increment_version(self._leaves)
 
     def outdate(self) -> None:

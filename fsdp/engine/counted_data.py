@@ -9,6 +9,7 @@ Tensors that were read from the ``.data`` of other parameters of the shard share
 
 from __future__ import annotations
 
+import operator
 import weakref
 from functools import cache
 from typing import Any
@@ -67,6 +68,9 @@ def counted(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
     _teach(type(tensor))
     tensor.__dict__.update(_is_param=True, __counted__=True)  # what makes an `nn.Parameter`, without a copy
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+version_of = operator.attrgetter("_version")  # of a plain tensor: a number that rises when it is written
 
 
 def version_of_dtensor(tensor: Tensor) -> int:

@@ -98,6 +98,8 @@ class FlatParamHandle:
     # Defaults of most handles, kept on the class: CPython stores the attributes of instances compactly up to 30.
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     sums_replicas_by = Collective.ALL_REDUCE
+    tags = Tags(0, 0, 0, 0)
+    passes = Passes()
     kept_shard: KeptShard | None = None
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
     gradient_hooks: GradientHooks | None = None
@@ -121,8 +123,7 @@ class FlatParamHandle:
         self.connect(comm, reduce_comm, replicas, replica_axis)
         self.layout = flat_param.make_layout(comm.world_size)
         self.unit_name = self.name = ""
-        self.policy, self.passes = policy, Passes()
-        self.tags = Tags(0, 0, 0, 0)
+        self.policy = policy
         self.places = [list(places) for places in shard.places]
         new = shard.new_orig_params
         self.orig_params: OrigParams | None = None if new is None else new(flat_param, self.layout, comm.rank)
@@ -269,9 +270,9 @@ class FlatParamHandle:
         self.presentation.add(places, self.listed_params[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        made_again = {"gradients", "unsharded", "_pending", "_built_for", "on_gradient", "policy"}
+        made_again = {"gradients", "unsharded", "_pending", "_built_for", "on_gradient", "policy", "passes"}
         kept = {name: value for name, value in self.__dict__.items() if name not in made_again}
-        return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": Passes()}
+        return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None}
 
     def wake(self) -> None:
         """Build the parts that are not copied, after it was copied or unpickled, and attached to a unit."""

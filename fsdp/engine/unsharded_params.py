@@ -8,7 +8,6 @@ of the weights that it saved. The leaf of a parameter that is a `DTensor` is one
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import is_dtensor, local_part, memory_of, set_local_part
 from fsdp.distributed.gather_extension import PLAIN
 from fsdp.engine.autograd import FreedLeaves, accumulator_of
-from fsdp.engine.counted_data import CountedParameter, counted, version_of_dtensor
+from fsdp.engine.counted_data import CountedParameter, counted, version_of, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, copy_as, sharded_weight, valueless_weight
@@ -74,7 +73,7 @@ class UnshardedParameters:
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
         self._freed = FreedLeaves(self.leaves)
         are_dtensors = any(map(is_dtensor, self.leaves))
-        self._version_of: Callable[[Any], int] = version_of_dtensor if are_dtensors else operator.attrgetter("_version")
+        self._version_of: Callable[[Any], int] = version_of_dtensor if are_dtensors else version_of
         self._placed = [view.numel() > 0 for view in views]
         self._expected: list[int] | None = None  # the versions of the leaves, while they have the gathered values
         if is_shard:
@@ -88,10 +87,10 @@ class UnshardedParameters:
     def _watch(self, inside: Mapping[int, Sequence[Tensor]]) -> None:
         """Watch tensors inside of leaves as well, by the leaves' ids: classes may give them counters of their own."""
 
-        def version_of(leaf: Tensor) -> int:
+        def version_within(leaf: Tensor) -> int:
             return leaf._version + sum(tensor._version for tensor in inside.get(id(leaf), ()))
 
-        self._version_of = version_of
+        self._version_of = version_within
         self._freed = FreedLeaves([*self.leaves, *(tensor for tensors in inside.values() for tensor in tensors)])
 
     def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:

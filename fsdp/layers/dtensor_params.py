@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ from fsdp.distributed.dtensor import (
 )
 from fsdp.distributed.gather_extension import around, inner_of, values_of
 from fsdp.distributed.gathered_part import count_foreach, write_parts_through
-from fsdp.engine.counted_data import counted
+from fsdp.engine.counted_data import counted, version_of
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.layout import Layout, Slot
@@ -249,7 +248,7 @@ class DTensorParams(OrigParams):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return tuple(map(_version_of, self.params))
+        return tuple(map(version_of, self.params))
 
     @property
     def absent(self) -> list[Tensor]:  # type: ignore[override]
@@ -343,9 +342,6 @@ class DTensorParams(OrigParams):
         self._versions = self.versions  # which the move to new memory changes too
         written = (slot for slot, version in enumerate(before) if version != now[slot])
         return [slot for slot in written if not self.params[slot].is_meta]
-
-
-_version_of = operator.attrgetter("_version")
 
 
 def _seen(slot: Slot, example: Tensor | None) -> Slot:

@@ -26,6 +26,7 @@ from fsdp.distributed.consensus import peers_answer
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.journal import KEPT, Finding, Journal, settings
+from fsdp.engine.counted_data import version_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, units_in
 from fsdp.layers.fingerprints import fingerprint
@@ -50,7 +51,7 @@ _REPLICAS_DIFFER = Finding(
 )
 
 
-_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRAD = attrgetter("grad")
 _VERSION_OF_DTENSOR = attrgetter("_version", "_local_tensor._version")  # of its local tensor, which counts by itself
 _PLAIN = {int, float, bool, str, type(None)}  # types of options that cannot be changed in place
 _SLOT_BITS = 32  # of a parameter's number, which has its handle's before
@@ -63,7 +64,7 @@ class Rest:
         self.handle, self.listed = handle, list(handle.listed_params)  # these have the gradients
         has_rows = handle.orig_params is not None and is_dtensor(handle.orig_params.params[0])
         self.tensors = self.listed if has_rows else [handle.flat_param]  # their versions count all writes to the shard
-        self.version = _VERSION_OF_DTENSOR if has_rows else _VERSION  # returns the version of one of these
+        self.version = _VERSION_OF_DTENSOR if has_rows else version_of  # returns the version of one of these
         self.left: list[Any] | None = None  # the versions after the last step; None before the first step
 
 
