@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.engine.phase import Phase
+from fsdp.layers.first_use import TreeChecks
 from tests.helpers.equality import assert_same_state
 from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap, keep, nested_mlp
@@ -188,6 +189,7 @@ def test_contexts_may_be_nested_and_exceptions_leave_the_model_sharded() -> None
         assert torch.equal(model(inputs), plain(inputs))
     model(inputs).sum().backward()
     assert_same_state(full_state(model), plain.state_dict())
+    assert type(model._unit.runtime.checks) is TreeChecks
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.distributed import communicator
 from fsdp.distributed.communicator import Pending
 from fsdp.engine.runtime import Runtime
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import Unit, units_in
 from fsdp.layers import trace as tracing
 from fsdp.layers.report import BACKWARD, FORWARD, STEP, WAIT, Record
 from fsdp.layers.steps import Steps
@@ -275,10 +275,12 @@ def test_nothing_is_recorded_outside_and_nothing_changes_inside() -> None:
         wanted = [train(plain, other) for _ in range(2)]
     assert losses == wanted
     assert sum(span.kind == FORWARD for span in trace.records[0].spans) == 2 * 4  # of the traced model only
-    given_up = fsdp.trace(model)
+    given_up, waits = fsdp.trace(model), communicator.wait_observers
     with pytest.raises(ZeroDivisionError, match="a bad batch"):
         _fail_in(given_up, lambda: train(model, optimizer))
     assert not given_up.records
+    assert communicator.wait_observers == waits
+    assert not any(unit.observers.forward for _, unit in units_in(model._unit))
     assert {owner: dict(vars(owner)) for owner in before} == before
 
 
