@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_NO_PASSES, _NO_TAGS = Passes(), Tags(0, 0, 0, 0)
+
 # Of a shard: its version, the versions of local shards with counters of their own, and what its buffers depend on:
 # dtype, the device of the computation, size, and last the address. (`requires_grad` concerns the next forward only.)
 ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
@@ -98,8 +100,6 @@ class FlatParamHandle:
     # Defaults of most handles, kept on the class: CPython stores the attributes of instances compactly up to 30.
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     sums_replicas_by = Collective.ALL_REDUCE
-    tags = Tags(0, 0, 0, 0)
-    passes = Passes()
     kept_shard: KeptShard | None = None
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
     gradient_hooks: GradientHooks | None = None
@@ -124,6 +124,7 @@ class FlatParamHandle:
         self.layout = flat_param.make_layout(comm.world_size)
         self.unit_name = self.name = ""
         self.policy = policy
+        self.passes, self.tags = _NO_PASSES, _NO_TAGS  # until a root numbers them
         self.places = [list(places) for places in shard.places]
         new = shard.new_orig_params
         self.orig_params: OrigParams | None = None if new is None else new(flat_param, self.layout, comm.rank)
@@ -270,9 +271,9 @@ class FlatParamHandle:
         self.presentation.add(places, self.listed_params[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        made_again = {"gradients", "unsharded", "_pending", "_built_for", "on_gradient", "policy", "passes"}
+        made_again = {"gradients", "unsharded", "_pending", "_built_for", "on_gradient", "policy"}
         kept = {name: value for name, value in self.__dict__.items() if name not in made_again}
-        return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None}
+        return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": _NO_PASSES}
 
     def wake(self) -> None:
         """Build the parts that are not copied, after it was copied or unpickled, and attached to a unit."""
