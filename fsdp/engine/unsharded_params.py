@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class UnshardedParameters:
         self.absent = list(self._hidden(flat_param.valueless) if absent is None else absent)
         self._arrangement = None if is_shard or layout.gathers_in_order else Arrangement(layout, full)
         self._gathered = full[: layout.padded_numel]
+        self._accumulators: list[Any] | None = None
         self._is_arranged = False  # whether the parameters that are being gathered will be
         self.free()
 
@@ -115,10 +116,12 @@ class UnshardedParameters:
             else:
                 yield valueless_weight(slot.name, leaf) if number in valueless else leaf
 
-    @cached_property
+    @property
     def accumulators(self) -> list[Any]:
         """The nodes by which autograd adds to the leaves' gradients; None for those without."""
-        return [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
+        if self._accumulators is None:
+            self._accumulators = [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
+        return self._accumulators
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
         """Return memory ``[padded_numel]`` to all-gather into: the buffer's own if parameters lie there in that order.
@@ -247,7 +250,7 @@ class UnshardedParameters:
         for leaf, needs in zip(self.leaves, requires_grad, strict=True):
             if leaf.requires_grad is not needs:
                 leaf.requires_grad_(needs)
-        self.__dict__.pop("accumulators", None)
+        self._accumulators = None
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Make leaves that were `written` views of the buffer again, with their new values."""
