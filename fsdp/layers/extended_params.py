@@ -241,7 +241,7 @@ class ExtendedParameters(UnshardedParameters):
             own = [*param.received, *inner]
             inside[id(leaf)] = [*(inner_of(local_part(leaf)) or [local_part(leaf)]), *own]
             held += own
-        self._accumulators = None  # these were of the leaves before
+        self._accumulators = None  # those are of the former leaves
         storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, held) if storage.nbytes()}
         self._memory, self._are_made = [(storage, storage.nbytes()) for storage in storages.values()], True
         self._watch(inside)

@@ -125,7 +125,7 @@ class OptimStream:
 
         tensors = in_window(jobs())
         try:
-            yield from chain(tensors)  # which are not closed with this generator
+            yield from chain(tensors)  # without `chain`, `tensors` would be closed together with this generator
         except GeneratorExit:  # the other ranks wait for this rank's messages
             deque(tensors, maxlen=0)
             raise
