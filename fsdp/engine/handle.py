@@ -324,11 +324,16 @@ class FlatParamHandle:
         self.presentation.use(self.unsharded, shard.dtype)
 
     def renew_unsharded(self) -> None:
-        """Make the unsharded parameters anew, in another dtype or by another function. Earlier graphs lose theirs."""
-        self.absorb()
-        self.free()
-        self.values.touch()  # a backward of such a graph raises the error for changed parameters
-        self._make_unsharded()
+        """Make the unsharded parameters anew, in another dtype or by another function.
+
+        Forwards that have computed with the former ones have no backward any more.
+        """
+        try:
+            self.absorb()
+        finally:  # a value that cannot be kept stays where it is, and is an error at the next use
+            self.free()
+            self.values.touch()  # such a backward raises the error for changed parameters
+            self._make_unsharded()
 
     def _enter(self, phase: Phase) -> None:
         if phase not in self.phase.following:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -13,6 +13,7 @@ from fsdp.distributed.consensus import from_everyone
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.precision import Buffers, InputCast, Precision
 from fsdp.engine.runtime import runtime_of_root
+from fsdp.engine.unit import Unit
 from fsdp.layers.verify import require_sharded
 
 
@@ -36,7 +37,8 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
     Raises:
         TypeError: for a model that is not sharded.
-        RuntimeError: inside of a forward, a backward or `fsdp.join`; or for an inner unit.
+        RuntimeError: inside of a forward, a backward or `fsdp.join`; for an inner unit; or at the end, for a value that
+            was assigned to a parameter and cannot be kept.
         NotImplementedError: for parameters that are all-gathered in another form, by the `gather` of `fsdp.compress` or
             by a class with its own all-gather.
     """
@@ -52,22 +54,23 @@ def full_precision(model: nn.Module) -> Iterator[None]:
             )
     with during("fsdp.full_precision()"):
         from_everyone(root.everyone, None)  # no rank computes before all are here
-    mixed = [(unit, unit.precision, unit.buffers) for unit in runtime.units if unit.precision.is_mixed]
-    casts = [(handle, handle.precision) for handle in cast]
-    try:
-        for unit, precision, buffers in mixed:
-            buffers.widen()
-            unit.precision, unit.buffers = replace(precision, compute=None, inputs=InputCast.WIDEN), Buffers((), None)
-        for handle, precision in casts:
-            sent = precision.reduce_dtype(handle.flat_param.dtype)
-            _compute_in(handle, replace(precision, compute=None, reduce=sent))
+    with ExitStack() as undo:  # which undoes all, also if a value that was assigned cannot be kept
+        for unit in runtime.units:
+            if unit.precision.is_mixed:
+                undo.callback(_restore, unit, unit.precision, unit.buffers)
+                unit.buffers.widen()
+                unit.precision = replace(unit.precision, compute=None, inputs=InputCast.WIDEN)
+                unit.buffers = Buffers((), None)
+        for handle in cast:
+            undo.callback(_compute_in, handle, handle.precision)
+            sent = handle.precision.reduce_dtype(handle.flat_param.dtype)
+            _compute_in(handle, replace(handle.precision, compute=None, reduce=sent))
         yield
-    finally:
-        for handle, precision in casts:
-            _compute_in(handle, precision)
-        for unit, precision, buffers in mixed:
-            unit.precision, unit.buffers = precision, buffers
-            buffers.narrow()
+
+
+def _restore(unit: Unit, precision: Precision, buffers: Buffers) -> None:
+    unit.precision, unit.buffers = precision, buffers
+    buffers.narrow()
 
 
 def _compute_in(handle: FlatParamHandle, precision: Precision) -> None:

@@ -235,3 +235,21 @@ def test_what_it_refuses() -> None:
     with pytest.raises(NotImplementedError, match="is not all-gathered in its own form"), fsdp.full_precision(model):
         pass
     model(batch(0))
+
+
+@on_ranks(2)
+def test_a_parameter_that_cannot_be_kept_is_named_at_the_end_of_it() -> None:
+    first, last = nn.Linear(5, 5), nn.Linear(5, 5)
+    model = fsdp.shard(nn.Sequential(first, last), units={nn.Linear}, mixed_precision=LOW, use_orig_params=True)
+
+    def replace() -> None:
+        with fsdp.full_precision(model):
+            model(batch(0))
+            first.weight = nn.Parameter(torch.zeros(3))
+
+    with pytest.raises(RuntimeError, match=r"weight: expected shape \(5, 5\), got \(3,\)"):
+        replace()
+    assert {handle.unsharded.full.dtype for handle in fsdp.flat_param_handles(model)} == {BRAIN}
+    first.weight = nn.Parameter(torch.ones(5, 5))
+    assert model(batch(0)).dtype is BRAIN
+    assert torch.equal(model.state_dict()["0.weight"], torch.ones(5, 5))
