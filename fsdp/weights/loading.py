@@ -118,7 +118,7 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
         RuntimeError: for all differences of names and shapes together, before any tensor is changed; in a forward or
             backward, or inside `summon_full_params`; on every rank, with the reason, if another rank fails. Parameters
             may then be partly loaded.
-        ConnectionError, ValueError: on the rank with the source, if its sender fails.
+        ConnectionError, ValueError: on the rank with the source, if its sender fails, or the source ends early.
     """
     sink = ModelSink(model, strict=strict)
     ranks = all_ranks(sink.everyone, _WHAT)
@@ -137,15 +137,15 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
         raise RuntimeError("the sources of the ranks have different plans. Every rank must receive the same weights")
     try:
         done_by_all([ranks], "load the weights", lambda: sink.open(plan))
-        arriving: Iterator[tuple[int, Any]] = iter(()) if own is None else own.buckets()
+        arriving = None if own is None else own.buckets()
         hosts = tuple(comm.on_host for comm in ranks)
         for number, nbytes in enumerate(plan.bucket_nbytes):
-            _, bucket = done_by_all([ranks], f"receive bucket {number}", partial(next, arriving, (number, None)))
-            if count == 1:
+            bucket = done_by_all([ranks], f"receive bucket {number}", partial(_next_bucket, arriving, number, plan))
+            if count < len(plans):
                 bucket = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if bucket is None else bucket.cpu()
                 bucket = sent_by_first(hosts, bucket)
             done_by_all([ranks], f"load bucket {number}", partial(sink.bucket, number, bucket))
-        done_by_all([ranks], "complete the stream", partial(next, arriving, None))
+        done_by_all([ranks], "complete the stream", partial(next, arriving or iter(()), None))
     except BaseException:
         if own is not None and callable(stop := getattr(own, "stop", None)):
             stop()
@@ -153,3 +153,15 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
     finally:
         sink.close(None)
     return sink.found
+
+
+def _next_bucket(arriving: Iterator[tuple[int, Tensor]] | None, number: int, plan: WeightPlan) -> Any:
+    """Return the next bucket of this rank's source, None without a source; ValueError if the source has ended."""
+    if arriving is None:
+        return None
+    for _, bucket in arriving:
+        return bucket
+    raise ValueError(
+        f"the source has ended before bucket {number} of {len(plan.buckets)}: the model has a part of the weights. "
+        "Load a complete stream into it"
+    )

@@ -50,6 +50,16 @@ def test_a_model_loads_the_weights_of_another_form(world_size: int, source: str,
     assert_same(full_state(model), tensors_of(everything(seed=3)))
 
 
+@pytest.mark.parametrize("is_own", [False, True], ids=["broadcast", "on every rank"])
+@on_ranks(2, 1)
+def test_a_source_that_ends_early_is_an_error_on_every_rank(is_own: bool) -> None:
+    model, recorded = MODELS["flat"](2), Recorded()
+    fsdp.stream_weights(MODELS["flat"](1), recorded, bucket_bytes=BUCKET, buffers=True)
+    del recorded.kept[2:]
+    with pytest.raises((ValueError, RuntimeError), match=r"the source has ended before bucket 2 of \d+"):
+        fsdp.load_stream(model, recorded if is_own or dist.get_rank() == 0 else None)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("form", list(ON_PAIRS))
 def test_the_first_rank_broadcasts_to_replicas(form: str) -> None:
