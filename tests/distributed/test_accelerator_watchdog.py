@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
@@ -16,12 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, set_watchdog
+from fsdp import FullyShardedDataParallel
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.standing import watched
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.waiting]
-
-LATE = 5.0  # seconds: longer than a report of an impatient watchdog takes
 
 
 def _train(model: nn.Module, folder: Path) -> None:
@@ -52,12 +50,8 @@ def _be_late(behave: Callable[..., None], folder: Path) -> str:
     torch.manual_seed(0)
     model: Any = FullyShardedDataParallel(nn.Linear(4, 4).to(ACCELERATOR))
     _train(model, folder)
-    set_watchdog(0.2)
-    try:
-        with redirect_stderr(StringIO()) as output:
-            if dist.get_rank() == 1:
-                time.sleep(LATE)
-            behave(model, folder)
-    finally:
-        set_watchdog()
+    with watched() as standing, redirect_stderr(StringIO()) as output:
+        if dist.get_rank() == 1:
+            standing.until("report")
+        behave(model, folder)
     return output.getvalue()

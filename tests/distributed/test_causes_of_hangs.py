@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
-from fsdp import FullyShardedDataParallel, fully_shard, optim_utils, set_watchdog
+from fsdp import FullyShardedDataParallel, fully_shard, optim_utils
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
+from tests.helpers.standing import watched
 
 pytestmark = pytest.mark.waiting
 
@@ -188,19 +189,18 @@ def test_a_rank_in_a_collective_of_torchs_is_not_busy(tmp_path: Path, place: str
 
 @contextmanager
 def _watched(folder: Path) -> Iterator[int]:
-    """Yield the rank in a process group of its own, in which waits end soon."""
+    """Yield the rank in a process group of its own, in which waits end soon after all ranks have come to theirs."""
     folder.mkdir(exist_ok=True)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    set_watchdog(0.3, raises=True)
     try:
-        with redirect_stderr(StringIO()):
-            yield rank
-        store.set(f"rank {rank} is done", "")
-        store.wait([f"rank {each} is done" for each in range(size)])  # until then they are asked where they are
+        with watched(raises=True):
+            with redirect_stderr(StringIO()):
+                yield rank
+            store.set(f"rank {rank} is done", "")
+            store.wait([f"rank {each} is done" for each in range(size)])  # until then they are asked where they are
     finally:
-        set_watchdog()
         dist.destroy_process_group()
 
 

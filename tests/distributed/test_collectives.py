@@ -6,7 +6,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.standing import given_up
 
 CPU = torch.device("cpu")
 
@@ -273,19 +273,20 @@ def _wait_in_vain(store: Path) -> list[str]:
     full, shard = torch.empty(2_000_000), torch.ones(1_000_000)
     for peer_sends in (False, True):
         dist.barrier()
-        comm = DirectExchange(dist.new_group(timeout=timedelta(seconds=5)))
+        comm = DirectExchange(group := dist.new_group())
         comm.all_gather(full, shard, "all-gather of blocks.0", tag=0).wait()
         comm.settle()
-        if rank == 0:
-            gather = comm.all_gather(full, shard, "all-gather of blocks.1", tag=1)
-            with pytest.raises(RuntimeError) as caught:  # noqa: PT012 - whichever of the two waits for the peer
-                gather.wait()
-                comm.settle()
-            messages.append(str(caught.value))
-        elif peer_sends:
-            for work in comm._post("a shard", "gather", 1, {}, {0: [shard]})[1]:
-                work.wait()
-        dist.barrier()
+        with given_up(group):
+            if rank == 0:
+                gather = comm.all_gather(full, shard, "all-gather of blocks.1", tag=1)
+                with pytest.raises(RuntimeError) as caught:  # noqa: PT012 - whichever of the two waits for the peer
+                    gather.wait()
+                    comm.settle()
+                messages.append(str(caught.value))
+            elif peer_sends:
+                for work in comm._post("a shard", "gather", 1, {}, {0: [shard]})[1]:
+                    work.wait()
+            dist.barrier()
     return messages
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -29,6 +28,7 @@ from benchmarks._machines import Machine, NotAllowedError, two_machines
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.standing import watched
 from tests.helpers.workers import Ending
 
 pytestmark = pytest.mark.waiting
@@ -45,7 +45,7 @@ def machines() -> Iterator[Machines]:
         pytest.skip(f"this system makes no two machines: {reason}")
 
 
-def _join(machines: Machines, folder: Path, timeout: float = 30.0) -> int:
+def _join(machines: Machines, folder: Path, timeout: float = 100.0) -> int:
     """Collective. Take this rank's place on its machine, in a group of both."""
     rank = int(os.environ["RANK"])
     machines[rank].enter()
@@ -72,7 +72,7 @@ def _sent(machine: Machine) -> int:
 
 def test_a_late_rank_on_the_other_machine_is_reported_with_its_place(ranks: RankPool, machines: Machines) -> None:
     report, _ = ranks(2, backend=None).run(_be_late, machines)
-    assert re.search(r"  rank 1: in no collective, at .*test_two_machines\.py:\d+ in _be_late\n", report), report
+    assert re.search(r"  rank 1: in no collective, at .*test_two_machines\.py:\d+ in _be_late > ", report), report
 
 
 def _be_late(machines: Machines) -> str:
@@ -82,10 +82,9 @@ def _be_late(machines: Machines) -> str:
     machines[rank].enter()
     dist.init_process_group("gloo", f"tcp://{machines[0].address}:29500", rank=rank, world_size=2)
     model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
-    fsdp.set_watchdog(1)
-    with redirect_stderr(StringIO()) as printed:
+    with watched() as standing, redirect_stderr(StringIO()) as printed:
         if rank == 1:
-            time.sleep(4)
+            standing.until("report")
         model(torch.ones(1, 2))
     return printed.getvalue()
 

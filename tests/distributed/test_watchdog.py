@@ -12,9 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import redirect_stderr
-from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -39,20 +38,27 @@ from tests.helpers import ended_rank
 from tests.helpers.ended_rank import await_addresses
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.standing import BOUND, Standing, watched
 
 pytestmark = pytest.mark.waiting
 
-LATE = 5.0  # seconds: longer than a report of an impatient watchdog takes
+LATE = 5.0  # seconds: longer than the first report takes
+
+Late = Callable[[], None]
 
 
-def printed_while(behaviour: Callable[[], None]) -> str:
-    """What the watchdog prints while this rank behaves so, and patience is short."""
-    set_watchdog(0.2)
-    try:
-        with redirect_stderr(StringIO()) as output:
-            behaviour()
-    finally:
-        set_watchdog()
+def printed_while(behaviour: Callable[[Late], None], *events: str, times: int = 1, late: Collection[int] = (1,)) -> str:
+    """What the watchdog prints while this rank behaves so, and patience is short.
+
+    Late ranks wait where they call what is passed to `behaviour`, until these events have happened (`Standing.until`).
+    """
+    with watched() as standing, redirect_stderr(StringIO()) as output:
+
+        def wait() -> None:
+            if dist.get_rank() in late:
+                standing.until(*events or ["report"], times=times)
+
+        behaviour(wait)
     return output.getvalue()
 
 
@@ -69,8 +75,8 @@ def train(model: nn.Module) -> None:
 
 def test_a_wait_that_lasts_is_reported_once_with_the_place_of_who_is_late(ranks: RankPool) -> None:
     printed = "fsdp: ".join(ranks(3).run(_be_late))
-    # One rank of the machine is enough. If it is busy, more is reported before rank 2 has come, and after rank 1 has.
-    (report,) = (text for text in printed.split("fsdp: ") if " in _sleep_on_rank_1\n" in text and "ranks 0, 2" in text)
+    # One rank of the machine is enough.
+    (report,) = (text for text in printed.split("fsdp: ") if " in wait > " in text)
     assert "has waited for all-gather of root (Linear) in forward for" in report
     assert "  ranks 0, 2: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in report
     assert "  rank 1: in no collective, at test_watchdog.py:" in report
@@ -89,40 +95,35 @@ def _be_late_in_a_group() -> str:
     groups = [dist.new_group(each) for each in ([0, 1], [2])]
     model = FullyShardedDataParallel(nn.Linear(4, 4), process_group=groups[dist.get_rank() // 2])
 
-    def come() -> None:
-        time.sleep(LATE if dist.get_rank() else 0)
+    def come(wait: Late) -> None:
+        wait()
         model(torch.ones(1, 4))
 
     with mock.patch.dict(os.environ, {SHARED_MEMORY: "1"}), mock.patch.object(DirectExchange, "shares_from", 1):
-        return printed_while(come)
+        return printed_while(come, late=(1, 2))
 
 
 def _be_late() -> str:
     model = trained_model()
-    return printed_while(lambda: _come(model))
+    return printed_while(lambda wait: _come(model, wait), times=2)
 
 
-def _come(model: nn.Module) -> None:
-    _sleep_on_rank_1()
+def _come(model: nn.Module, wait: Late) -> None:
+    wait()
     train(model)
-
-
-def _sleep_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(LATE)
 
 
 @on_ranks(2)
 def test_a_rank_that_is_busy_for_a_good_reason_is_waited_for() -> None:
     model = trained_model()
-    names: dict[str, Any] = {"sleep": _sleep_on_rank_1}
-    exec(compile("def compile_frame(): sleep()", "/lib/torch/_dynamo/convert_frame.py", "exec"), names)
+    names: dict[str, Any] = {}
+    exec(compile("def compile_frame(wait): wait()", "/lib/torch/_dynamo/convert_frame.py", "exec"), names)
 
-    def behave() -> None:
-        names["compile_frame"]()
+    def behave(wait: Late) -> None:
+        names["compile_frame"](wait)
         train(model)
 
-    assert printed_while(behave) == ""
+    assert printed_while(behave, "question") == ""
 
 
 def test_a_slow_save_in_the_background_is_waited_for_and_hides_nothing(ranks: RankPool, tmp_path: Path) -> None:
@@ -133,48 +134,50 @@ def test_a_slow_save_in_the_background_is_waited_for_and_hides_nothing(ranks: Ra
 
 
 def _save_slowly_in_the_background(folder: Path) -> str:
-    model, write = trained_model(), writer.write_parts
-    until = time.monotonic() + 1.5 * LATE
+    model, write, is_reported = trained_model(), writer.write_parts, threading.Event()
 
     def write_slowly(*args: Any) -> Any:
-        time.sleep(max(0.0, until - time.monotonic()) if dist.get_rank() == 1 else 0)
+        assert dist.get_rank() != 1 or is_reported.wait(BOUND)
         return write(*args)
 
-    def behave() -> None:
+    def behave(wait: Late) -> None:
         with mock.patch.object(writer, "write_parts", write_slowly), Saver() as saver:
             saver.save(folder / "saved", model)
             train(model)
-            _come(model)
+            wait()
+            is_reported.set()
+            train(model)
             saver.wait()
 
-    return printed_while(behave)
+    return printed_while(behave, "report", "question aside")
 
 
 @on_ranks(2)
 def test_a_slow_disk_of_one_rank_is_waited_for_while_all_save(tmp_path: Path) -> None:
     model, write = trained_model(), writer.write_parts
 
-    def write_slowly(*args: Any) -> Any:
-        time.sleep(0.5 * LATE if dist.get_rank() == 1 else 0)
-        return write(*args)
+    def behave(wait: Late) -> None:
+        def write_slowly(*args: Any) -> Any:
+            wait()
+            return write(*args)
 
-    def behave() -> None:
         with mock.patch.object(writer, "write_parts", write_slowly):
             fsdp.save(tmp_path / "saved", model)
 
-    assert printed_while(behave) == ""
+    assert printed_while(behave, "question") == ""
 
 
 @on_ranks(2, backend=None)
 def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_report(tmp_path: Path) -> None:
     rank = int(os.environ["RANK"])
     store = dist.FileStore(str(tmp_path / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2 * LATE))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = trained_model()
-    set_watchdog(1.0)
     paths = [lambda: train(model), model.state_dict]
-    with pytest.raises(RuntimeError) as error, redirect_stderr(StringIO()):
-        paths[rank]()
+    with watched() as standing, redirect_stderr(StringIO()):
+        threading.Thread(target=_end_waits_when_reported, args=[standing, store]).start()
+        with pytest.raises(RuntimeError) as error:
+            paths[rank]()
     error = str(error.value)
     assert "did not complete: fsdp: rank " in error
     assert "  rank 0: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in error
@@ -182,24 +185,30 @@ def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_rep
     assert "Rank 1 is in state_dict(), which every rank must call, and rank 0 in forward 2." in error
 
 
+def _end_waits_when_reported(standing: Standing, store: dist.Store) -> None:
+    """Collective. End all waits as a timeout does, when each rank has looked at its own and has had the report."""
+    standing.until("report", "look")
+    store.set(f"{dist.get_rank()} has the report", "")
+    store.wait([f"{rank} has the report" for rank in range(2)])
+    messages.give_up(dist.group.WORLD)
+
+
 def test_a_watchdog_that_raises_ends_all_waits_with_the_report(ranks: RankPool, tmp_path: Path) -> None:
-    begun = time.monotonic()
     for rank, error in enumerate(ranks(3, backend=None).run(_give_up_waiting, tmp_path)):
         assert error.startswith(f"rank {rank}: all-gather of root (Linear) in forward did not complete: fsdp: rank ")
         assert "  rank 1: in no collective, at test_watchdog.py:" in error
         assert "The others wait for rank 1." in error
-    assert time.monotonic() - begun < 300  # of half an hour
 
 
 def _give_up_waiting(folder: Path) -> str:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(str(folder / "store"), 3))
     model = trained_model()
-    set_watchdog(0.2, raises=True)
-    with pytest.raises(CollectiveError) as raised, redirect_stderr(StringIO()):
-        _come(model)
-    with pytest.raises(CollectiveError, match="The others wait for rank 1"):  # and from now on
-        train(model)
+    with watched(raises=True) as standing, redirect_stderr(StringIO()):
+        with pytest.raises(CollectiveError) as raised:
+            _come(model, lambda: standing.until("end") if rank == 1 else None)
+        with pytest.raises(CollectiveError, match="The others wait for rank 1"):  # and from now on
+            train(model)
     dist.destroy_process_group()
     return str(raised.value)
 
@@ -218,10 +227,8 @@ def test_waits_are_given_up_also_when_others_have_closed_their_connections_befor
     if rank == 0:
         store.wait(["given up"])
         threading.Timer(0.5, messages.give_up, [group]).start()
-        begun = time.monotonic()
-        with pytest.raises(RuntimeError):  # nothing comes
-            group.recv([torch.empty(1)], 2, 1).wait(timedelta(seconds=60))
-        assert time.monotonic() - begun < 30
+        with pytest.raises(RuntimeError):  # nothing comes, for half an hour
+            group.recv([torch.empty(1)], 2, 1).wait()
         store.set("done", "")
     store.wait(["done"])  # rank 2 does nothing, as if it was stopped
 
@@ -238,7 +245,7 @@ def test_without_a_watchdog_there_is_no_thread_and_no_socket_until_it_is_wanted(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())  # whose steps nobody compares
         optimizer.step()
         with redirect_stderr(StringIO()) as printed:
-            _come(model)
+            _come(model, lambda: time.sleep(LATE * dist.get_rank()))
         optimizer.step()
         assert printed.getvalue() == ""
         assert not watchdog.watchdogs

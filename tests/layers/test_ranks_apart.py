@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,12 +22,11 @@ from fsdp.distributed.comm_hooks import reduce_scatter
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.standing import given_up
 
 pytestmark = pytest.mark.waiting
 
 INPUTS = torch.ones(2, 5)
-PATIENCE = timedelta(seconds=5)  # what each case costs, and what a busy machine may need for the step before it
-
 Act = Callable[[Any], Any]
 
 
@@ -48,7 +46,7 @@ class Units(nn.Module):
 
 
 def model_of(group: Any = None, **options: Any) -> Any:
-    group = group or dist.new_group(timeout=PATIENCE)
+    group = group or dist.new_group()
     wrap = partial(FullyShardedDataParallel, process_group=group, **options)
     return wrap(Units(wrap))
 
@@ -95,10 +93,10 @@ def train_in_double(model: Any) -> None:
 
 
 def apart(on_first: Act, on_second: Act, model: Any) -> str:
-    """The error of this rank, as it is without a report of where the others are."""
+    """The error of this rank, as it is when a wait times out without a report of where the others are."""
     fsdp.set_watchdog(None)
     try:
-        with warnings.catch_warnings():
+        with given_up(model.process_group), warnings.catch_warnings():
             warnings.filterwarnings("error", "module forward hook with .* raised an exception that was silenced")
             with pytest.raises(RuntimeError) as caught:
                 (on_first if dist.get_rank() == 0 else on_second)(model)
@@ -152,18 +150,18 @@ def test_ranks_that_train_in_different_ways_hear_of_it(on_first: Act, on_second:
 
 @on_ranks(2)
 def test_models_of_one_group_do_not_take_each_others_messages() -> None:
-    group = dist.new_group(timeout=PATIENCE)
+    group = dist.new_group()
     models = [model_of(group), model_of(group)]
     for model in models:
         train(model)
-    apart(lambda _: train(models[0]), lambda _: train(models[1]), None)
+    apart(lambda first: train(first), lambda _: train(models[1]), models[0])
 
 
 @on_ranks(2)
 def test_ranks_in_different_calls_hear_of_both_at_once() -> None:
     message = apart(take_state, train, model_of())
     assert "the ranks are in different calls, rank 0 in state_dict() and rank 1 in forward or backward" in message
-    group = dist.new_group([1, 0], timeout=PATIENCE)
+    group = dist.new_group([1, 0])
     message = apart(clip, gather_optimizer, model_of(group))
     assert "rank 0 in clip_grad_norm_() and rank 1 in gather_full_optim_state_dict()" in message
     assert "Make the same calls on every rank" in message
@@ -193,7 +191,7 @@ def reduced(group: Any, gradient: Tensor, shard: Tensor) -> None:
 @pytest.mark.parametrize("hook", [all_reduced, reduced])
 @on_ranks(2)
 def test_communication_hooks_meet_those_of_the_same_unit(hook: Any) -> None:
-    group = dist.new_group(timeout=PATIENCE)
+    group = dist.new_group()
     model = model_of(group)
     with mock.patch("fsdp.engine.runtime.SMALL_BYTES", 0):
         model.register_comm_hook(group, hook)
