@@ -184,6 +184,9 @@ class Watchdog:
             if wait is not None and looks.asked is wait and looks.reported_at > wait.since:
                 return looks.report
         answers = self._tell_all({})
+        for answer in answers.values():  # a rank gives up before all others have heard why
+            if isinstance(answer, dict) and answer.get("given up"):
+                return str(answer["given up"])
         silent = [rank for rank, answer in answers.items() if answer in (_GONE, _ABSENT)]
         ends = {rank: end for rank in silent if (end := self._last_word(rank))}
         if not ends and closed_by is not None and answers.get(closed_by) == _ABSENT:
@@ -372,7 +375,7 @@ class Watchdog:
             return asdict(Position.here(message["where"]))
         elif message:
             return self._roll_call.answer(message)
-        return {}
+        return {"given up": self._given_up}
 
     def _ask_all(self, is_aside: bool) -> dict[int, Position | str]:
         answers: dict[int, Position | str] = {self._rank: Position.here(is_aside)}

@@ -213,6 +213,23 @@ def _give_up_waiting(folder: Path) -> str:
     return str(raised.value)
 
 
+@on_ranks(2, backend=None)
+def test_a_rank_that_has_not_had_the_report_asks_for_it(tmp_path: Path) -> None:
+    """On a busy machine, a rank that gives up may close its connections before all others have its report."""
+    rank, store = int(os.environ["RANK"]), dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    model = trained_model()
+    await_addresses()
+    if rank == 1:
+        watchdog.watchdogs[dist.group.WORLD]._give_up("the report")
+        store.wait(["raised"])
+    else:
+        with pytest.raises(CollectiveError, match="in forward did not complete: the report"):
+            train(model)
+        store.set("raised", "")
+    dist.destroy_process_group()
+
+
 @on_ranks(3, backend=None)
 def test_waits_are_given_up_also_when_others_have_closed_their_connections_before(tmp_path: Path) -> None:
     rank = int(os.environ["RANK"])
