@@ -18,9 +18,10 @@ from tests.helpers.forked import Forked
 
 SECRET = "only we know"
 KINDS = ["socket", "shared memory"]
+BOUND = 100.0  # seconds, for what takes tenths of a second: the machine may be busy
 
 
-def sink_to(address: str, secret: str = SECRET, timeout: float = 30.0, connect_timeout: float = 30.0) -> Sink:
+def sink_to(address: str, secret: str = SECRET, timeout: float = BOUND, connect_timeout: float = BOUND) -> Sink:
     """A sink for a receiver at an address of either kind."""
     if ":" in address:
         return SocketSink(address, secret, timeout=timeout, connect_timeout=connect_timeout)
@@ -61,7 +62,7 @@ class Engine:
 
     def result(self) -> Any:
         """The next outcome, which may be an exception."""
-        return self._outcomes.get(timeout=30)
+        return self._outcomes.get(timeout=BOUND)
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def engine(
         yield told_by_first(None), None
         return
     secret = SECRET if kind == "socket" else None
-    with receive(address_for(kind), secret=secret, timeout=30, **options) as receiver:
+    with receive(address_for(kind), secret=secret, timeout=BOUND, **options) as receiver:
         running = Engine(receiver, consume or (lambda update: update.state()))
         yield told_by_first(receiver.address), running
 
@@ -81,10 +82,10 @@ def engine(
 def _save_updates(address: str, stop_after: int) -> None:
     """Receive updates, and end at a bucket in the middle of one."""
     secret = SECRET if ":" in address else None
-    with receive(address, secret=secret, timeout=30, keep=True) as receiver:
+    with receive(address, secret=secret, timeout=BOUND, keep=True) as receiver:
         print(receiver.address, flush=True)
         while True:
-            update = receiver.next(timeout=60)
+            update = receiver.next(timeout=BOUND)
             try:
                 for bucket, _ in update.buckets():
                     if bucket == stop_after:

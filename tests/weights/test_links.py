@@ -22,6 +22,7 @@ from tests.helpers.engines import KINDS, address_for, clones, engine, program, s
 from tests.helpers.equality import assert_same
 from tests.helpers.forms import full_state, sharded
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.paces import at_some_pace
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.weights import MODELS, Collected, everything, step, tensors_of
 
@@ -54,34 +55,40 @@ def test_tensors_are_received_bucket_by_bucket(kind: str) -> None:
 
 
 def test_a_receiver_that_reads_slowly_is_waited_for_as_long_as_it_reads() -> None:
-    here, there = socket.socketpair()
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     content = memoryview(bytes(5 << 20))
 
-    def read_slowly() -> None:
+    def read_slowly(there: socket.socket, pace: float) -> None:
         with there:
             while there.recv(1 << 18, socket.MSG_WAITALL):
-                time.sleep(0.1)
+                time.sleep(0.1 * pace)
 
-    with ThreadPoolExecutor(1) as pool, here:  # closed first, which ends the reading
-        reading = pool.submit(read_slowly)
-        Link(here, "the engine", timeout=1.0).send(Kind.PART, content)  # which takes two seconds
-    reading.result()
+    def check(pace: float) -> None:
+        here, there = socket.socketpair()
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        with ThreadPoolExecutor(1) as pool, here:  # closed first, which ends the reading
+            reading = pool.submit(read_slowly, there, pace)
+            Link(here, "the engine", timeout=pace).send(Kind.PART, content)  # which takes twice as long
+        reading.result()
+
+    at_some_pace(check)
 
 
 @on_ranks(2)
 def test_an_engine_that_consumes_slowly_is_waited_for_as_long_as_it_consumes() -> None:
-    def consume_slowly(update: Any) -> int:
-        return len([time.sleep(0.15) for _ in update.buckets()])
-
     model = fsdp.FullyShardedDataParallel(nn.Linear(4, 23))
-    with engine("socket", consume_slowly) as (address, engine_here):
-        plan = fsdp.stream_weights(
-            model, sink_to(address, timeout=2.0), bucket_bytes=16
-        )  # all of it fits in the socket
-        assert len(plan.buckets) * 0.15 > 3.5
-        if engine_here is not None:
-            assert engine_here.result() == len(plan.buckets)
+
+    def check(pace: float) -> None:
+        def consume_slowly(update: Any) -> int:
+            return len([time.sleep(0.15 * pace) for _ in update.buckets()])
+
+        with engine("socket", consume_slowly) as (address, engine_here):
+            sink = sink_to(address, timeout=2.0 * pace)
+            plan = fsdp.stream_weights(model, sink, bucket_bytes=16)  # all of it fits in the socket
+            assert len(plan.buckets) * 0.15 > 3.5
+            if engine_here is not None:
+                assert engine_here.result() == len(plan.buckets)
+
+    at_some_pace(check)
 
 
 @on_ranks(2)
@@ -179,7 +186,7 @@ def test_a_receiver_that_is_killed_is_restarted(kind: str) -> None:
         address = told_by_first(own)
         with pytest.raises((OSError, RuntimeError), match=r"closed its connection|has failed"):
             fsdp.stream_weights(model, sink_to(address), bucket_bytes=150)
-        assert process is None or process.wait(30) == -9
+        assert process is None or process.wait() == -9
     step(model)
     with program(address) if here else nullcontext([None] * 3) as (process, output, _):
         fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET)

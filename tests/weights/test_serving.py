@@ -15,7 +15,7 @@ from torch import Tensor
 import fsdp
 from fsdp.weights import WeightReader, WeightServer
 from tests.helpers import tensor_parallel
-from tests.helpers.engines import KINDS, SECRET, address_for, told_by_first
+from tests.helpers.engines import BOUND, KINDS, SECRET, address_for, told_by_first
 from tests.helpers.equality import assert_same
 from tests.helpers.forms import full_state
 from tests.helpers.on_ranks import on_ranks
@@ -37,7 +37,7 @@ def train_until(server: WeightServer, read: Callable[[WeightReader], Any], model
 
     def run() -> None:
         try:
-            with WeightReader(server.address, SECRET if ":" in server.address else None, timeout=20) as reader:
+            with WeightReader(server.address, SECRET if ":" in server.address else None, timeout=BOUND) as reader:
                 found.append(read(reader))
         except Exception as error:  # noqa: BLE001 (the test looks at it)
             found.append(error)
@@ -54,7 +54,7 @@ def train_until(server: WeightServer, read: Callable[[WeightReader], Any], model
         server.update()
         is_done = told_by_first(bool(found))
     if dist.get_rank() == 0:
-        thread.join(20)
+        thread.join(BOUND)
     return (found or [None])[0], states
 
 
@@ -151,7 +151,7 @@ def test_all_bytes_of_a_read_have_one_version(form: str) -> None:
 @on_ranks(2)
 def test_bad_requests_are_errors_of_the_reader_and_training_goes_on() -> None:
     model = MODELS["flat"](1)
-    server = serve(model, timeout=1)
+    server = serve(model)
 
     def read(reader: WeightReader) -> str:
         for slices, message in [
@@ -193,6 +193,7 @@ def test_a_reader_that_ends_in_a_request_is_dropped() -> None:
     server.update()
     server.update()
     dropped = server.dropped
+    server._timeout = BOUND  # for a reader that does not end
 
     def again(reader: WeightReader) -> Tensor:
         request = reader.select({"wide": None})
