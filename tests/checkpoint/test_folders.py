@@ -250,7 +250,7 @@ def test_the_first_rank_cannot_write_what_it_gets(tmp_path: Path) -> None:
     assert not list(mine.iterdir()) or dist.get_rank() == 0
 
 
-@on_ranks(2, timeout=40)
+@on_ranks(2)
 def test_the_first_rank_has_no_files_any_more_for_what_it_gets(tmp_path: Path) -> None:
     removed = mock.patch("fsdp.checkpoint.writer.opened_to_write", side_effect=FileNotFoundError(2, "No such", "model"))
     model = nested_mlp(fully_sharded())
@@ -261,7 +261,7 @@ def test_the_first_rank_has_no_files_any_more_for_what_it_gets(tmp_path: Path) -
         fsdp.save("run", model)
 
 
-@on_ranks(2, timeout=40)
+@on_ranks(2)
 def test_a_folder_that_is_taken_over_at_once_is_an_error_on_every_rank(tmp_path: Path) -> None:
     reads, token = itertools.count(), Destination.token.fget  # type: ignore[attr-defined]
 

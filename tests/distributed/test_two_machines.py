@@ -97,7 +97,7 @@ def test_pain_point_22_the_survivor_of_a_death_names_itself_and_the_unit(
     ranks: RankPool, machines: Machines, tmp_path: Path, moment: str
 ) -> None:
     with pytest.raises(RankError) as error:
-        ranks(2, backend=None, grace=20).run(_outlive_the_other, machines, tmp_path, moment)
+        ranks(2, backend=None, grace=60).run(_outlive_the_other, machines, tmp_path, moment)
     survivor, dead = error.value.outcomes
     assert (survivor.ending, dead.ending) == (Ending.RETURNED, Ending.DIED)
     waits = r"((all-)?gather|reduce-scatter) of (layers\.\d|root).*|what ranks tell each other in state_dict\(\)"

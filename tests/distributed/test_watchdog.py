@@ -411,7 +411,7 @@ def gather_failed(rank_1: str) -> str:
 
 def test_a_rank_that_was_killed_is_in_the_error_of_the_others(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failed:
-        ranks(2, timeout=60, grace=60).run(_be_killed)
+        ranks(2, grace=60).run(_be_killed)
     where = r"is gone: its process has ended( by SIGKILL)? \(process \d+ on .*\)\. Look at what this rank has printed.*"
     assert re.search(gather_failed(where), failed.value.outcomes[0].details)
 
@@ -426,7 +426,7 @@ def _be_killed() -> None:
 
 def test_a_rank_whose_program_has_ended_is_not_said_to_be_killed(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failed:
-        ranks(2, timeout=60, grace=60).run(_end_early)
+        ranks(2, grace=60).run(_end_early)
     details = failed.value.outcomes[0].details
     assert re.search(gather_failed(r"is gone: its process has ended.*ended without this call, which every .*"), details)
     assert ("with status 0" in details) is not ("was killed, as the kernel does" in details)

@@ -217,6 +217,21 @@ def _rank_1_raises_before_a_barrier(folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="only Linux tells")
+def test_a_rank_that_still_computes_is_not_taken_for_one_that_waits(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(2, grace=0.1).run(_compute_or_raise)
+    assert [outcome.ending for outcome in failure.value.outcomes] == [Ending.RETURNED, Ending.RAISED]
+
+
+def _compute_or_raise() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("at once")
+    until = time.process_time() + 1
+    while time.process_time() < until:
+        pass
+
+
 def test_ranks_that_all_raise_out_of_step_are_replaced(ranks: RankPool) -> None:
     before = ranks(2).pids
     with pytest.raises(RankError, match="ValueError"):

@@ -6,8 +6,9 @@ set, started when it is first asked for. A start costs a fork from a server that
 and the rendezvous: some 50 ms per rank. Idle sets block on a pipe.
 
 [Note: nothing hangs anonymously] A run ends in one of five ways per rank (`Ending`). Once one rank has failed
-the others get a grace of some seconds. Whoever has not answered by then, or by the timeout, is asked for its
-Python stack by signal, which works even while the rank holds the GIL, and is killed.
+the others get a grace of some seconds, and more while one of them still computes. Whoever has not answered by then,
+or by the timeout, is asked for its Python stack by signal, which works even while the rank holds the GIL, and is
+killed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tests.helpers.workers import OWN, PRELOAD, Ending, Outcome, Request, Statio
 
 TIMEOUT = 120.0  # seconds for one run, which takes a few at most: sessions and other programs share the cores
 GRACE = 5.0  # seconds that the other ranks are given once one has failed
+RUNNING = 0.2  # seconds that are added to it while one of them still computes
 START_TIMEOUT = 180.0  # seconds to import torch in the server, fork, and rendezvous
 IN_STEP = 2.0  # seconds for the barrier that shows that ranks which all raised are still in step
 ORPHANED = 60.0  # seconds beyond its timeout after which a worker ends itself: its parent must be dead
@@ -244,12 +246,15 @@ class WorkerSet:
             pipe.close()
 
     def _collect(self, patience: Patience) -> list[Outcome]:
-        deadline = time.monotonic() + patience.timeout
+        deadline = latest = time.monotonic() + patience.timeout
         reason = f"still running after the timeout of {patience.timeout:g} s"
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(self._pipes):
             waiting = [rank for rank in range(len(self._pipes)) if rank not in outcomes]
             ready = wait([self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready and time.monotonic() < latest and any(_is_running(self.pids[rank]) for rank in waiting):
+                deadline = min(latest, time.monotonic() + RUNNING)
+                continue
             if not ready:
                 outcomes |= self._stuck(waiting, reason)
                 break
@@ -282,6 +287,13 @@ class WorkerSet:
                 os.kill(self.pids[rank], signal.SIGUSR1)
         stacks = {rank: _without_harness(_settled_text(file)) for rank, file in files.items()}
         return {rank: Outcome(Ending.STUCK, headline=reason, details=stack) for rank, stack in stacks.items()}
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether the main thread of a process runs, or would if the machine was less busy: it waits for nobody."""
+    with suppress(OSError):  # no process, or no Linux
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return False
 
 
 def _settled_text(path: Path, patience: float = 2.0) -> str:

@@ -300,7 +300,7 @@ def _probing(wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_gradient_inside_of_a_forward_leaves_earlier_calls_to_the_backward_of_all(form: str) -> None:
     """Each rank uses the layer in another call. The reductions of the last backward are the same on all ranks."""
     options = {} if form == "rows" else {"bucket_cap_mb": 0}
