@@ -10,7 +10,6 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ class Placeholder(Tensor):
         device, dtype: other than those of `like`.
         requires_grad: likewise.
     """
+
+    __slots__ = ("_names", "_template")  # without a dictionary, of which there would be one for each parameter
 
     _template: str
     _names: tuple[str, ...]
@@ -268,27 +269,32 @@ def gradient_elsewhere(name: str, like: Tensor, gradient: Tensor) -> Placeholder
 
 def copy_as(leaf: nn.Parameter, placeholder: Placeholder) -> None:
     """Make a leaf be copied and pickled as its placeholder within a model, and with its values if it is separate."""
-    itself = weakref.ref(leaf)
-    leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
-    leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
+    copies = _LeafCopies(leaf, placeholder)
+    leaf.__dict__["__deepcopy__"], leaf.__dict__["__reduce_ex__"] = copies.copied, copies.reduced
 
 
-def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
-    return copy.deepcopy(placeholder, memo) if is_model_under_way() else _apart(leaf, placeholder)
+class _LeafCopies:
+    """Copies and pickles a leaf, see `copy_as`."""
 
+    __slots__ = ("_leaf", "_placeholder")
 
-def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, protocol: Any) -> Any:
-    return (placeholder if is_model_under_way() else _apart(leaf, placeholder)).__reduce_ex__(protocol)
+    def __init__(self, leaf: nn.Parameter, placeholder: Placeholder) -> None:
+        self._leaf, self._placeholder = weakref.ref(leaf), placeholder
 
+    def copied(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self._placeholder, memo) if is_model_under_way() else self._apart()
 
-def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
-    """Return a copy of a leaf with its values, if any: a module may hold a leaf that is no longer shown."""
-    found = leaf()
-    local = None if found is None else local_part(found)
-    if found is None or local is None or type(local) not in (Tensor, nn.Parameter):
-        return placeholder  # of another class there is no telling
-    if local.numel() and not local.untyped_storage().nbytes():
-        return placeholder
-    apart = nn.Parameter(found.detach().clone(), found.requires_grad)
-    give_attributes(apart, attributes_of(found))
-    return apart
+    def reduced(self, protocol: Any) -> Any:
+        return (self._placeholder if is_model_under_way() else self._apart()).__reduce_ex__(protocol)
+
+    def _apart(self) -> Tensor:
+        """Return a copy of the leaf with its values, if any: a module may hold a leaf that is no longer shown."""
+        leaf = self._leaf()
+        local = None if leaf is None else local_part(leaf)
+        if leaf is None or local is None or type(local) not in (Tensor, nn.Parameter):
+            return self._placeholder  # of another class there is no telling
+        if local.numel() and not local.untyped_storage().nbytes():
+            return self._placeholder
+        apart = nn.Parameter(leaf.detach().clone(), leaf.requires_grad)
+        give_attributes(apart, attributes_of(leaf))
+        return apart

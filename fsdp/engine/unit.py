@@ -187,7 +187,7 @@ class Unit:
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # parameters that it uses together with other units, or runs for them
         self.policy = policy
-        self.settings = dict(settings)
+        self.settings = settings
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None

@@ -87,6 +87,8 @@ def teach_dtensor() -> None:
     DTensor.__reduce_ex__ = reduced  # type: ignore[method-assign]
 
 
+_NO_DIMS: frozenset[int] = frozenset()  # one for all units
+
 # The shards that contain local tensors of `DTensor`s.
 _shards: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
@@ -115,7 +117,7 @@ class DataParallelSpread:
 
     def __init__(self, given: DeviceMesh, dims: Any) -> None:
         self._whole, self.mesh, self.is_sharded = None if dims is None else given, given, True
-        self._data_dims: frozenset[int] = frozenset()
+        self._data_dims = _NO_DIMS
         if dims is None:
             return
         known = given.mesh_dim_names or ()
@@ -362,7 +364,7 @@ def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_g
     An ordinary `DTensor`, since torch's own code asks for the class, with what a `LocalShard` has.
     """
     param = counted(part.dtensor(rows), requires_grad)
-    param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape, offset=0)
+    param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape)
     return param
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,9 +174,9 @@ class Options:
         return partial(DiskStorage, device, files_under(os.fspath(self.offload_folder), self.keep_offload_files))
 
     @property
-    def compared(self) -> dict[str, Any]:
+    def compared(self) -> Mapping[str, Any]:
         """The options that all ranks must have alike."""
-        return {name: getattr(self, name) for name in _COMPARED}
+        return _named(*(getattr(self, name) for name in _COMPARED))
 
     @property
     def bucket_bytes(self) -> int:
@@ -245,6 +245,11 @@ def settled(name: str) -> AttributeError:
         f"{name} of a FullyShardedDataParallel is settled when the module is wrapped: pass {name}=... to the "
         f"constructor. An attribute of the wrapped module is assigned as model.module.{name}."
     )
+
+
+@lru_cache(maxsize=64, typed=True)  # units keep it, and most have the same
+def _named(*values: Any) -> Mapping[str, Any]:
+    return dict(zip(_COMPARED, values, strict=True))
 
 
 def _precision(policy: Any, flags: dict[str, Any]) -> Precision:
