@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import sys
 import weakref
 from collections.abc import Callable
@@ -71,7 +73,12 @@ def uses(form: str, number: int, folder: Path) -> dict[str, Callable[[], Any]]:
     def load() -> None:
         found["model"].load_state_dict(found["model"].state_dict())
 
+    def park() -> None:
+        with fsdp.parked(found["model"], found["optimizer"]):
+            pass
+
     wrapper: dict[str, Callable[[], Any]] = {
+        "pickle": lambda: pickle.dumps(found["model"]),
         "local state": lambda: found["model"].load_local_state_dict(found["model"].local_state_dict()),
         "sharded state": lambda: found["model"].load_sharded_state_dict(found["model"].sharded_state_dict()),
         "optimizer state": lambda: found["model"].gather_full_optim_state_dict(found["optimizer"]),
@@ -85,6 +92,9 @@ def uses(form: str, number: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "load": load,
         "summon": summon,
         **(wrapper if form != "rows" else {}),
+        "pickle states": lambda: pickle.dumps([found["model"].state_dict(), found["optimizer"].state_dict()]),
+        "copy": lambda: copy.deepcopy(found["model"]),
+        "park": park,
         "save": lambda: fsdp.save(folder / f"{number}", found["model"], found["optimizer"]),
         "load files": lambda: fsdp.load(folder / f"{number}", found["model"], found["optimizer"]),
         "cast": lambda: found["model"].to(torch.float64),

@@ -144,7 +144,7 @@ class _Parked(ParkedTensors):
 
     def hold(self) -> None:
         """Make uses of the freed tensors raise errors, or steps bring them back, until `end`."""
-        handles = _handles(self.root)
+        handles = _handles(self.root) if self.part == "parameters" else []  # once, and not for each handle's state
         if self.part == "parameters":
             self.undo.callback(_note_places, handles)
         if self.part == "parameters" and not any(isinstance(each.storage, ParkedStorage) for each in handles):

@@ -36,15 +36,15 @@ def is_connected(unit: Unit) -> bool:
 def prepare_to_copy(unit: Unit) -> None:
     """Bring a unit into a state in which its shards are all there is to copy; RuntimeError while it is in use."""
     unit.require_idle("copy the model")
-    if unit.runtime is not None:
-        unit.runtime.release()
     if unit.state is TrainingState.SUMMON_FULL_PARAMS:
         raise RuntimeError(
             f"{unit.name}: inside summon_full_params() a copy would hold unsharded parameters that nobody shards "
             "again. Copy the model outside of it, or take its state_dict()."
         )
-    for handle in unit.handles:
+    for handle in dict.fromkeys([*unit.visible_handles, *unit.owned_handles]):
         handle.absorb()  # or a copy would have the values from before users replaced them
+        handle.release()
+        handle.settle()
 
 
 def state_to_pickle(unit: Unit, attributes: Mapping[str, Any]) -> dict[str, Any]:

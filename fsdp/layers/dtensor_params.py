@@ -79,7 +79,9 @@ def teach_dtensor() -> None:
                 "pickled. Save it with fsdp.save, or its state_dict() with torch.distributed.checkpoint; copy it with "
                 "copy.deepcopy."
             )
-        is_inside = self.storage_offset() or _lies_in_a_shard(self)
+        local = held_part(self)
+        has_own_memory = type(local) is Tensor and local.untyped_storage().nbytes() == local.nbytes
+        is_inside = self.storage_offset() or (not has_own_memory and _lies_in_a_shard(self))
         apart = self.detach().clone().requires_grad_(self.requires_grad) if is_inside else self
         return Tensor.__reduce_ex__(apart, protocol)
 
@@ -89,8 +91,9 @@ def teach_dtensor() -> None:
 
 _NO_DIMS: frozenset[int] = frozenset()  # one for all units
 
-# The shards that contain local tensors of `DTensor`s.
+# The shards that contain local tensors of `DTensor`s, and where they were when that was last looked at.
 _shards: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
+_by_memory: dict[int, weakref.ref[FlatParameter]] = {}
 
 
 def _lies_in_a_shard(tensor: DTensor) -> bool:
@@ -98,7 +101,12 @@ def _lies_in_a_shard(tensor: DTensor) -> bool:
     if isinstance(getattr(tensor, "owner", None), FlatParameter):
         return True
     memory = memory_of(tensor)
-    return any(shard.untyped_storage().data_ptr() == memory for shard in _shards)
+    known = _by_memory[memory]() if memory in _by_memory else None
+    if known is not None and memory_of(known) == memory:
+        return True
+    _by_memory.clear()
+    _by_memory.update((memory_of(shard), weakref.ref(shard)) for shard in _shards)
+    return memory in _by_memory
 
 
 class DataParallelSpread:
