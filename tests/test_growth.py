@@ -73,6 +73,10 @@ def uses(form: str, number: int, folder: Path) -> dict[str, Callable[[], Any]]:
     def load() -> None:
         found["model"].load_state_dict(found["model"].state_dict())
 
+    def traced() -> None:
+        with fsdp.trace(found["model"]):
+            train()
+
     def park() -> None:
         with fsdp.parked(found["model"], found["optimizer"]):
             pass
@@ -94,6 +98,7 @@ def uses(form: str, number: int, folder: Path) -> dict[str, Callable[[], Any]]:
         **(wrapper if form != "rows" else {}),
         "pickle states": lambda: pickle.dumps([found["model"].state_dict(), found["optimizer"].state_dict()]),
         "copy": lambda: copy.deepcopy(found["model"]),
+        "trace": traced,
         "park": park,
         "save": lambda: fsdp.save(folder / f"{number}", found["model"], found["optimizer"]),
         "load files": lambda: fsdp.load(folder / f"{number}", found["model"], found["optimizer"]),

@@ -183,6 +183,22 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
     return made
 
 
+_RECOUNTS = 4  # of all units, while as many as there are have been counted by themselves
+
+
+def _bytes_of(unit: Unit) -> int:
+    """Return the bytes of a unit's shards, unsharded parameters and gradients."""
+    nbytes = 0
+    for handle in unit.handles:
+        gradients, shard = handle.gradients, handle.flat_param
+        nbytes += shard.nbytes + (0 if shard.grad is None else shard.grad.nbytes)
+        if not handle.unsharded.is_shard:
+            nbytes += handle.unsharded.full.untyped_storage().nbytes()
+        if not gradients.is_empty:
+            nbytes += gradients.layout.padded_numel * gradients.dtype.itemsize
+    return nbytes
+
+
 class _Recorder:
     """The observer that notes what this rank does; `stepped` is called after each optimizer step."""
 
@@ -191,6 +207,8 @@ class _Recorder:
         self.memory: list[tuple[int, int]] = []
         self._runtime, self._stepped = runtime, stepped
         self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
+        self._bytes: dict[Unit, int] = {}  # when they were last counted
+        self._total, self._counted = 0, 0  # bytes, and units since all were counted
         self._note_memory()
 
     def _begin(self, kind: str, of: object, name: str) -> None:
@@ -237,20 +255,21 @@ class _Recorder:
                 self._end(kind, of)
 
     def unshard(self, unit: Unit) -> None:
-        self._note_memory()
+        self._note_memory(unit)
 
     reshard = unshard
 
-    def _note_memory(self) -> None:
-        nbytes = 0
-        for handle in self._runtime.handles:
-            gradients, shard = handle.gradients, handle.flat_param
-            nbytes += shard.nbytes + (0 if shard.grad is None else shard.grad.nbytes)
-            if not handle.unsharded.is_shard:
-                nbytes += handle.unsharded.full.untyped_storage().nbytes()
-            if not gradients.is_empty:
-                nbytes += gradients.layout.padded_numel * gradients.dtype.itemsize
-        self.memory.append((time.time_ns(), nbytes))
+    def _note_memory(self, of: Unit | None = None) -> None:
+        """Note the bytes of all units. Of many, only the given one is counted, and all of them now and then."""
+        units = self._runtime.units
+        self._counted += 1
+        if of is None or self._counted * _RECOUNTS >= len(units):
+            self._bytes, self._counted = {unit: _bytes_of(unit) for unit in units}, 0
+            self._total = sum(self._bytes.values())
+        else:
+            before, self._bytes[of] = self._bytes[of], _bytes_of(of)
+            self._total += self._bytes[of] - before
+        self.memory.append((time.time_ns(), self._total))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begin(STEP, optimizer, type(optimizer).__name__)
