@@ -1,4 +1,4 @@
-"""With more units, a unit costs what it costs with few: calls grow in a straight line, and its objects are small."""
+"""More units, or parameters in a unit, cost in proportion: calls grow in a straight line. Objects are small."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def calls_of(function: Callable[[], Any]) -> int:
     return count
 
 
-def uses(form: str, number: int, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Collective. What users do with a model of so many units, in order."""
+def uses(form: str, number: int, folder: Path, *, are_units: bool) -> dict[str, Callable[[], Any]]:
+    """Collective. What users do with a model of so many layers, in order; each is a unit, or all are one."""
     model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(number)))
     found: dict[str, Any] = {}
 
     def wrap() -> None:
-        for place in range(number):
+        for place in range(number) if are_units else ():
             model[place] = sharded(model[place])
         found["model"] = sharded(model)
         found["optimizer"] = torch.optim.Adam(found["model"].parameters())
@@ -107,15 +107,16 @@ def uses(form: str, number: int, folder: Path) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("are_units", [True, False], ids=["units", "parameters of a unit"])
 @on_ranks(1)
-def test_calls_grow_in_proportion_to_the_units(form: str, tmp_path: Path) -> None:
+def test_calls_grow_in_proportion_to_the_layers(form: str, are_units: bool, tmp_path: Path) -> None:
     counts: dict[str, list[int]] = {}
     for number in (2, *SIZES):  # the first loads modules
-        for name, use in uses(form, number, tmp_path).items():
+        for name, use in uses(form, number, tmp_path, are_units=are_units).items():
             counts.setdefault(name, []).append(calls_of(use))
     few, more, most = 1, 2, 3
     bends = {name: each[most] - 2 * each[more] + each[few] for name, each in counts.items()}
-    # A single call of every unit for every other unit makes 128.
+    # A single call of every layer for every other layer makes 128.
     assert {name: bend for name, bend in bends.items() if abs(bend) > 60} == {}
 
 

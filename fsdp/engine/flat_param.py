@@ -227,11 +227,11 @@ class FlatParameter(ListedParameter):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return tuple(slot.name for slot in self._layout.slots)
+        return self._layout.names
 
     @property
     def _shapes(self) -> tuple[torch.Size, ...]:
-        return tuple(slot.shape for slot in self._layout.slots)
+        return self._layout.shapes
 
     @property
     def vector(self) -> Tensor:

@@ -105,6 +105,16 @@ class Layout(ABC):
         return _packed(cls, named, world_size, align, (0,) * len(named) if dims is None else tuple(dims), block)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(slot.name for slot in self.slots)
+
+    @cached_property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the parameters."""
+        return tuple(slot.shape for slot in self.slots)
+
+    @cached_property
     def numel(self) -> int:
         """The number of elements from the first parameter's begin to the last parameter's end."""
         return self.slots[-1].stop if self.slots else 0

@@ -449,15 +449,20 @@ class Presentation:
         Raises:
             ValueError: if there is none, or not the same one in all places.
         """
-        ours = [*(param for _, _, param in self.entries), *(self._leaves if self.look is Look.COMPUTING else ())]
         values = [place.module._parameters.get(place.name) for place in self._places[slot]]
-        new = [value for value in values if value is not None and all(value is not param for param in ours)]
+        new = [value for value in values if value is not None and not self._has(value)]
         names = ", ".join(place.fqn for place in self._places[slot])
         if not new:
             raise ValueError(f"{names} was removed, or is no parameter any more")
         if len(new) < len(values) or not all(_are_equal(value, new[0]) for value in new):
             raise ValueError(f"a parameter was replaced under only some of its names ({names})")
         return new[0]
+
+    def _has(self, value: nn.Parameter) -> bool:
+        """Return whether a parameter is one of those that modules list here."""
+        if is_ours(value):
+            return any(value is param for _, _, param in self.entries)
+        return self.look is Look.COMPUTING and any(value is leaf for leaf in self._leaves)
 
     def assigned(self, slot: int) -> nn.Parameter:
         """Return the `replacement`, between steps.

@@ -48,6 +48,11 @@ class ShardValues:
         """This rank's shard of each parameter: flat views of the shard, empty where it has nothing of it."""
         return self._layout.local_shards(self._flat_param.vector, self._rank)
 
+    def local_shard(self, slot: int) -> Tensor:
+        """Return this rank's shard of a parameter, see `local_shards`."""
+        vector, interval = self._flat_param.vector, self._layout.interval(slot, self._rank)
+        return vector[:0] if interval is None else vector[interval.offset : interval.offset + interval.numel]
+
     def store(self, slot: int, value: Tensor) -> None:
         """Store this rank's shard of an unsharded parameter's new value."""
         part, packing = self._flat_param.parts[slot], self._flat_param.packings[slot]
@@ -58,7 +63,7 @@ class ShardValues:
                 value = values_of(value if part is None else part.to_local(self._layout.slots[slot].name, value))
                 self._layout.shard_of(slot, value, self._flat_param.vector, self._rank)
             else:
-                self.local_shards[slot].copy_(rows)
+                self.local_shard(slot).copy_(rows)
         self.touch()
         self._end_lack(slot)
 
@@ -90,16 +95,15 @@ class ShardValues:
 
     def fill(self, slot: int, read: Callable[[Tensor], object]) -> None:
         """Let `read` write this rank's shard of a parameter, if any."""
-        interval = self._layout.interval(slot, self._rank)
-        if interval is not None:
-            read(self._flat_param.vector[interval.offset : interval.offset + interval.numel])
+        if self._layout.interval(slot, self._rank) is not None:
+            read(self.local_shard(slot))
         self.touch()  # also because memory may be written past its counter
         self.renewed([slot])
 
     def fill_local(self, value: Tensor, slot: int | None = None) -> None:
         """Write these values to this rank's shard, or to its shard of a single parameter. `touch` it on every rank."""
         with torch.no_grad():
-            own = self._flat_param.vector if slot is None else self.local_shards[slot]
+            own = self._flat_param.vector if slot is None else self.local_shard(slot)
             own.copy_(value.detach().reshape(-1))
         self.renewed(range(len(self._layout.slots)) if slot is None else [slot])
         self._flat_param.shard_storage.release()

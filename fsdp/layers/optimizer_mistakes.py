@@ -202,7 +202,8 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
             "use_orig_params=True and make groups by names, or by `len(param.unsharded_shape)`; or wrap with group_by, "
             "and make groups by `param.group`."
         )
-    if not any(is_dtensor(param) or is_spread(param) for param in ours):
+    one_of_each = {id(param.owner): param for param in ours}.values()  # of each shard
+    if not any(is_dtensor(param) or is_spread(param) for param in one_of_each):
         return
     apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p)]
     if apart:

@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ class OptimParam:
         """Return the device from which its elements can be sent."""
         return self.param.device if self.handle is None else self.handle.storage.device
 
-    @property
+    @cached_property
     def name(self) -> str:
         first, *others = (original.name for original in self.originals)
         return f"{first} (in one flat parameter with {len(others)} more)" if others else first
