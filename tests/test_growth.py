@@ -106,6 +106,18 @@ def uses(form: str, number: int, folder: Path, *, are_units: bool) -> dict[str, 
     }
 
 
+@on_ranks(1)
+def test_calls_grow_in_proportion_to_the_units_on_disk(tmp_path: Path) -> None:
+    counts = []
+    for number in (2, *SIZES):
+        options = {"offload": "disk", "offload_folder": tmp_path / f"{number}"}
+        layers = [FullyShardedDataParallel(nn.Linear(2, 2), Alone(), **options) for _ in range(number)]
+        model = FullyShardedDataParallel(nn.Sequential(*layers), Alone(), **options)
+        counts.append(calls_of(lambda model=model: [model(torch.ones(1, 2)).sum().backward() for _ in range(3)]))
+    _, few, more, most = counts
+    assert abs(most - 2 * more + few) <= 60, counts
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("are_units", [True, False], ids=["units", "parameters of a unit"])
 @on_ranks(1)

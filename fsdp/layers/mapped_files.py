@@ -80,7 +80,8 @@ class MappedFiles:
 
     def __init__(self, folder: str | os.PathLike[str], keep: bool) -> None:
         self._below, self._keep = os.path.abspath(folder), keep
-        self._regions: dict[int, Region] = {}  # by address
+        self._regions: dict[int, Region] = {}  # by address; of tensors that are gone, until there are `_most`
+        self._most = 0
         self._shared: tuple[mmap.mmap, str] | None = None
         self._shared_used = 0
         self._count = 0
@@ -112,7 +113,9 @@ class MappedFiles:
             self._shared_used += _in_pages(nbytes)
         region = Region(mapping, path, start, nbytes)
         made = torch.frombuffer(mapping, dtype=dtype, count=max(numel, 1), offset=start)
-        self._regions = {place: each for place, each in self._regions.items() if each.is_alive}
+        if len(self._regions) >= self._most:
+            self._regions = {place: each for place, each in self._regions.items() if each.is_alive}
+            self._most = 2 * len(self._regions) + 1
         self._regions[made.data_ptr()] = region
         return made[:numel], region
 
