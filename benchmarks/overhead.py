@@ -64,11 +64,12 @@ _BATCH = 4
 
 
 class TinyUnits(nn.Module):
-    """Many linear layers, each its own unit, with a ReLU between."""
+    """Many units of one or more linear layers, with a ReLU between the units."""
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_units: int, num_layers: int = 1) -> None:
         super().__init__()
-        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_units))
+        units = ([nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)] for _ in range(num_units))
+        self.units = nn.ModuleList(layers[0] if num_layers == 1 else nn.Sequential(*layers) for layers in units)
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -76,9 +77,9 @@ class TinyUnits(nn.Module):
         return x
 
 
-def build(contestant: Contestant, num_units: int) -> nn.Module:
+def build(contestant: Contestant, num_units: int, num_layers: int) -> nn.Module:
     torch.manual_seed(0)
-    model = TinyUnits(num_units).to(this_device())
+    model = TinyUnits(num_units, num_layers).to(this_device())
     return contestant.wrap(model, model.units, this_device(), Policy())
 
 
@@ -94,12 +95,12 @@ def optimizer_of(module: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=lr)
 
 
-def first_losses(names: Sequence[str], num_units: int, num_steps: int = 4) -> dict[str, list[float]]:
+def first_losses(names: Sequence[str], num_units: int, num_layers: int, num_steps: int = 4) -> dict[str, list[float]]:
     """Return losses of a few steps on a real group, since the fake group has no results. Runs on every rank."""
     batch = torch.randn(_BATCH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     losses = {}
     for name in names:
-        module = build(CONTESTANTS[name], num_units)
+        module = build(CONTESTANTS[name], num_units, num_layers)
         optimizer = optimizer_of(module, lr=1.0)
         losses[name] = [train_step(module, optimizer, batch).item() for _ in range(num_steps)]
     return losses
@@ -114,11 +115,11 @@ class Measured:
 
 
 def train_interleaved(
-    names: Sequence[str], num_units: int, num_rounds: int, steps: int, skip: Skip
+    names: Sequence[str], num_units: int, num_layers: int, num_rounds: int, steps: int, skip: Skip
 ) -> dict[str, Measured]:
     """All contestants on the fake group; they take turns, in another order each round."""
     batch = torch.randn(_BATCH, WIDTH, device=this_device())
-    modules = {name: build(CONTESTANTS[name], num_units) for name in names}
+    modules = {name: build(CONTESTANTS[name], num_units, num_layers) for name in names}
     # Results of the fake group are undefined, so the parameters are not updated.
     optimizers = {name: optimizer_of(module, lr=0.0) for name, module in modules.items()}
     results = {name: Measured() for name in names}
@@ -148,20 +149,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     names = choose(options.only, among=AMONG, always=(FSDP2, DDP, FLOOR))
     print(
-        f"{options.units} units of Linear({WIDTH}, {WIDTH}), fake group of {options.ranks} ranks, SGD, "
-        f"{options.rounds} rounds of {options.steps} steps in rotated order, {options.device}, "
+        f"{options.units} units of {options.layers} Linear({WIDTH}, {WIDTH}), fake group of {options.ranks} ranks, "
+        f"SGD, {options.rounds} rounds of {options.steps} steps in rotated order, {options.device}, "
         f"torch {torch.__version__}",
         flush=True,
     )
     warn_if_busy()
     skip, same = Skip(options.skip), True
     if skip is Skip.NOTHING:
-        ranks = run_ranks(first_losses, 2, names, min(options.units, 10))
+        ranks = run_ranks(first_losses, 2, names, min(options.units, 10), options.layers)
         same = report_losses({name: [rank[name] for rank in ranks] for name in names})
     else:
         print(f"\nWithout {skip.value}: results are wrong, only the times mean something.")
     results = run_fake_rank(
-        *(train_interleaved, options.ranks, names, options.units, options.rounds, options.steps, skip),
+        *(train_interleaved, options.ranks, names, options.units, options.layers),
+        *(options.rounds, options.steps, skip),
         device=options.device,
     )
     report(results, options.units)
@@ -176,6 +178,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.overhead", description="Python time per unit and step: ours and the peers."
     )
     parser.add_argument("--units", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--layers", type=int, default=1, help="of a unit, with two parameters each (%(default)s)")
     parser.add_argument("--ranks", type=int, default=64, help="of the fake group (%(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of each contestant in a round (%(default)s)")
@@ -190,7 +193,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's figures there")
     options = parser.parse_args(arguments)
-    for name in ("units", "ranks", "rounds", "steps"):
+    for name in ("units", "layers", "ranks", "rounds", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
     return options
