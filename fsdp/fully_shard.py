@@ -405,11 +405,10 @@ class FSDPModule(_Base):
         units = _units(self, recurse=True)
         with suppress(RuntimeError):  # which the next forward raises
             tie_assigned(units)
-        for unit in units:
-            if unit.state is TrainingState.IDLE:
-                with suppress(RuntimeError):  # which the next forward raises
-                    _take_in(unit)
-        shown = _unsharded_in(self)
+        for handle in [handle for unit in units if unit.state is TrainingState.IDLE for handle in unit.handles]:
+            with suppress(RuntimeError):  # which the next forward raises
+                handle.absorb_noticed()
+        shown = _unsharded_in(units)
         for name, param in super().named_parameters(*args, **kwargs):
             yield name, shown.get(param, param)
 
@@ -779,10 +778,10 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_in(_of(module))] if recurse else [_of(module)]
 
 
-def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
+def _unsharded_in(units: Iterable[Unit]) -> dict[nn.Parameter, nn.Parameter]:
     """Return the unsharded parameters that stand, between passes, for those that modules list."""
     found: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in _units(module, recurse=True):
+    for unit in units:
         is_idle, is_pending = unit.state is TrainingState.IDLE, unit.policy.awaits_backwards
         for handle in unit.visible_handles:
             if (handle.phase is Phase.UNSHARDED or is_pending) and handle.orig_params is not None:

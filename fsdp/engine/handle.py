@@ -673,6 +673,12 @@ class FlatParamHandle:
                 self._absorb_shards(self.orig_params)
             self.follow_frozen()
 
+    def absorb_noticed(self) -> None:
+        """Do what `absorb` does for changes that modules and version counters report, at little cost if none do."""
+        if not (self.presentation.is_exposed or self.phase is Phase.UNSHARDING):
+            with outside_modes():
+                self._state_to_gather()
+
     def _absorb_places(self) -> None:
         """Store the tensors that users have put in the places of parameters."""
         replaced = self.presentation.changed()

@@ -227,10 +227,11 @@ class UnshardedParameters:
 
     def moved(self) -> list[int]:
         """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
-        views = self._views()
+        written = self.written()
+        views = self._views() if written else []
         return [
             number
-            for number in self.written()
+            for number in written
             if self._placed[number] and local_part(self.leaves[number]).data_ptr() != views[number].data_ptr()
         ]
 

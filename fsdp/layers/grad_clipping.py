@@ -119,9 +119,9 @@ def norm_over_ranks(runtime: Runtime, owned: Owned, norm_type: float, purpose: s
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
     handles = {id(handle.flat_param): handle for handle in runtime.handles}
-    others = [param for _, param in owned if owner_of(param) is None]
+    others = [*unsharded_parameters(root), *(param for _, param in owned if owner_of(param) is None)]
     ours = [part for handle in handles.values() for part in handle.flat_param.parts]
-    parallel = MeshGroups.of([*ours, *map(MeshPart.of, [*unsharded_parameters(root), *others])], root.ranks)
+    parallel = MeshGroups.of([*ours, *map(MeshPart.of, others)], root.ranks)
     every = math.prod(comm.world_size for comm in root.everyone)
 
     def copies(param: nn.Parameter) -> int:
@@ -135,7 +135,7 @@ def norm_over_ranks(runtime: Runtime, owned: Owned, norm_type: float, purpose: s
     shares = [(tensor, copies(param)) for tensor, param in owned]
     comms = [*root.everyone, *(communicator(group, root.device) for group in parallel.groups.values())]
     # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
-    trained = [param for param in [*unsharded_parameters(root), *others] if param.requires_grad]
+    trained = [param for param in others if param.requires_grad]
     dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
     local = _local_total(shares, norm_type, root.device, dtype)
     what = f"the norm of gradients of order {norm_type:g}{purpose}"
@@ -191,8 +191,18 @@ def reduced_gradients(runtime: Runtime) -> dict[FlatParamHandle, Tensor]:
 
 
 def unsharded_parameters(root: Unit) -> list[nn.Parameter]:
-    """The parameters in a model that every rank has for itself: those that it ignores."""
-    return [param for param in root.module.parameters() if not is_ours(param)]
+    """Return the parameters in a model that every rank has for itself, those that it ignores, each once, in order."""
+    found: dict[nn.Parameter, None] = {}
+    seen: set[int] = set()
+    modules = [root.module]
+    while modules:  # not by `parameters()`, which names them all and looks for changes
+        module = modules.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            own = (param for param in module._parameters.values() if param is not None and not is_ours(param))
+            found |= dict.fromkeys(own)
+            modules += [inner for inner in reversed(module._modules.values()) if inner is not None]
+    return list(found)
 
 
 def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:

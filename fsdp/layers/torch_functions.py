@@ -85,7 +85,10 @@ def _get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    owned = _with_parameters(_listed(tensors))
+    listed = _listed(tensors)
+    if listed and all(map(is_dtensor, listed)) and not _is_beyond_torch(listed, norm_type):
+        return torchs(listed, norm_type, error_if_nonfinite, foreach)
+    owned = _with_parameters(listed)
     params = [param for _, param in owned]
     is_beyond = _is_beyond_torch(params, norm_type)
     models = _models_of(params, "get_total_norm", of_values=True, dtensors=is_beyond)
@@ -181,8 +184,8 @@ def _models_of(
 
 
 def _is_beyond_torch(params: Sequence[Any], norm_type: float) -> bool:
-    parts = map(MeshPart.of, params)
-    return not 0 < float(norm_type) < math.inf or len({None if part is None else part.mesh for part in parts}) > 1
+    meshes = {param.device_mesh if is_dtensor(param) else None for param in params}
+    return not 0 < float(norm_type) < math.inf or len(meshes) > 1
 
 
 def _parameters(runtime: Runtime) -> list[nn.Parameter]:
