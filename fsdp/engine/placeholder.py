@@ -30,12 +30,13 @@ class Placeholder(Tensor):
         requires_grad: likewise.
     """
 
-    __slots__ = ("_names", "_template")  # without a dictionary, of which there would be one for each parameter
+    # Without a dictionary, of which there would be one for each parameter.
+    __slots__ = ("_names", "_template", "listed", "stands_for")
 
     _template: str
     _names: tuple[str, ...]
-    stands_for: Tensor | None = None  # what is kept elsewhere, in its place
-    listed: Tensor | None = None  # the parameter that modules list in its place, which is frozen and thawed
+    stands_for: Tensor | None  # what is kept elsewhere, in its place
+    listed: Tensor | None  # the parameter that modules list in its place, which is frozen and thawed
 
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -55,6 +56,7 @@ class Placeholder(Tensor):
             cls, like.shape, dtype=dtype or like.dtype, device=device or like.device, requires_grad=needs
         )
         self._template, self._names = template, names
+        self.stands_for = self.listed = None
         return self
 
     @property
