@@ -50,17 +50,20 @@ class Standing:
         self._thread = threading.Thread(target=self._sample, name="fsdp samples", daemon=True)
 
     def until(self, *events: str, times: int = 1) -> None:
-        """Block until each of these has happened so often on this rank; then the watchdogs of all ranks look no more.
+        """Block until each of these has happened so often on this rank.
+
+        The watchdogs of all ranks look no more when no rank is left that waits here.
 
         Args:
             events: "report", which this rank has made or was sent; "end" of this rank's waits because of it; "look" of
                 this rank at its own wait; "question" of another rank where this one is. "question aside" and so on are
                 those about waits of threads beside the main one.
         """
+        self._store.add("asked", 1)
         with self._changed:
             is_done = self._changed.wait_for(lambda: all(self._events[each] >= times for each in events), BOUND)
         assert is_done, f"within {BOUND:g} s there was only {dict(self._events)}"
-        self._store.set("over", "")
+        self._store.add("done", 1)
 
     def note(self, event: str, is_aside: bool = False) -> None:
         with self._changed:
@@ -69,7 +72,10 @@ class Standing:
 
     @property
     def may_look(self) -> bool:
-        return self._are_still.is_set() and not self._store.check(["over"])
+        if not self._are_still.is_set():
+            return False
+        done = self._store.add("done", 0)
+        return done == 0 or done < self._store.add("asked", 0)
 
     def start(self) -> None:
         self._thread.start()
