@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -35,6 +36,7 @@ _COMPARED = (
     "state_dict_on_rank_0_only",
     "no_broadcast_optim_state",
 )
+_compared_in = operator.attrgetter(*_COMPARED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,7 @@ class Options:
     @property
     def compared(self) -> Mapping[str, Any]:
         """The options that all ranks must have alike."""
-        return _named(*(getattr(self, name) for name in _COMPARED))
+        return _named(*_compared_in(self))
 
     @property
     def bucket_bytes(self) -> int:
