@@ -47,6 +47,12 @@ def calls_of(function: Callable[[], Any]) -> int:
     return count
 
 
+def bend_of(counts: list[int]) -> int:
+    """How far counts are from a straight line. A single call of every layer for every other layer makes 128."""
+    _, few, more, most = counts  # the first loads modules
+    return most - 2 * more + few
+
+
 def uses(form: str, number: int, folder: Path, *, are_units: bool) -> dict[str, Callable[[], Any]]:
     """Collective. What users do with a model of so many layers, in order; each is a unit, or all are one."""
     model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(number)))
@@ -114,8 +120,7 @@ def test_calls_grow_in_proportion_to_the_units_on_disk(tmp_path: Path) -> None:
         layers = [FullyShardedDataParallel(nn.Linear(2, 2), Alone(), **options) for _ in range(number)]
         model = FullyShardedDataParallel(nn.Sequential(*layers), Alone(), **options)
         counts.append(calls_of(lambda model=model: [model(torch.ones(1, 2)).sum().backward() for _ in range(3)]))
-    _, few, more, most = counts
-    assert abs(most - 2 * more + few) <= 60, counts
+    assert abs(bend_of(counts)) <= 60, counts
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,10 +131,7 @@ def test_calls_grow_in_proportion_to_the_layers(form: str, are_units: bool, tmp_
     for number in (2, *SIZES):  # the first loads modules
         for name, use in uses(form, number, tmp_path, are_units=are_units).items():
             counts.setdefault(name, []).append(calls_of(use))
-    few, more, most = 1, 2, 3
-    bends = {name: each[most] - 2 * each[more] + each[few] for name, each in counts.items()}
-    # A single call of every layer for every other layer makes 128.
-    assert {name: bend for name, bend in bends.items() if abs(bend) > 60} == {}
+    assert {name: bend for name, each in counts.items() if abs(bend := bend_of(each)) > 60} == {}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -144,25 +144,28 @@ class _Parked(ParkedTensors):
 
     def hold(self) -> None:
         """Make uses of the freed tensors raise errors, or steps bring them back, until `end`."""
-        handles = _handles(self.root) if self.part == "parameters" else []  # once, and not for each handle's state
         if self.part == "parameters":
-            self.undo.callback(_note_places, handles)
-        if self.part == "parameters" and not any(isinstance(each.storage, ParkedStorage) for each in handles):
-            for _, unit in units_in(self.root):
-                self.undo.callback(setattr, unit, "buffers", unit.buffers)
-                unit.buffers = Buffers((), None)  # nothing to cast for a state dict: they have their own precision
-            for handle in handles:
-                handle.values.touch()  # a graph from before is refused on all ranks, whichever get other addresses
-                flat_param, vector = handle.flat_param, handle.flat_param.vector
-                self.undo.callback(setattr, flat_param, "_vector", vector)
-                flat_param._vector = host_values(vector)
-                self.undo.callback(setattr, handle, "storage", handle.storage)
-                handle.storage = ParkedStorage(handle.storage, self.message)
-            _note_places(handles)
+            self._hold_parameters(_handles(self.root))
         if self.steps is not None:
             self.undo.enter_context(self.steps.with_parked(self._handle, self))
         else:
             self.undo.enter_context(attached(self, [self.root]))
+
+    def _hold_parameters(self, handles: Sequence[FlatParamHandle]) -> None:
+        self.undo.callback(_note_places, handles)
+        if any(isinstance(each.storage, ParkedStorage) for each in handles):
+            return
+        for _, unit in units_in(self.root):
+            self.undo.callback(setattr, unit, "buffers", unit.buffers)
+            unit.buffers = Buffers((), None)  # nothing to cast for a state dict: they have their own precision
+        for handle in handles:
+            handle.values.touch()  # a graph from before is refused on all ranks, whichever get other addresses
+            flat_param, vector = handle.flat_param, handle.flat_param.vector
+            self.undo.callback(setattr, flat_param, "_vector", vector)
+            flat_param._vector = host_values(vector)
+            self.undo.callback(setattr, handle, "storage", handle.storage)
+            handle.storage = ParkedStorage(handle.storage, self.message)
+        _note_places(handles)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError for the step of an optimizer of the model; see `Observers`."""

@@ -95,8 +95,8 @@ class ShardValues:
 
     def fill(self, slot: int, read: Callable[[Tensor], object]) -> None:
         """Let `read` write this rank's shard of a parameter, if any."""
-        if self._layout.interval(slot, self._rank) is not None:
-            read(self.local_shard(slot))
+        if (own := self.local_shard(slot)).numel():
+            read(own)
         self.touch()  # also because memory may be written past its counter
         self.renewed([slot])
 

@@ -574,12 +574,12 @@ _references_of = operator.attrgetter("unsharded.references")
 def own_modules(module: nn.Module) -> list[nn.Module]:
     """The modules of a tree, outer before inner, without those that run in units inside of it."""
     found: dict[nn.Module, None] = {}
-    ahead = [module]
+    ahead, own = [module], (None, unit_of(module))
     while ahead:
         current = ahead.pop()
-        if current not in found and (current is module or unit_of(current) in (None, unit_of(module))):
+        if current not in found and (current is module or unit_of(current) in own):
             found[current] = None
-            ahead += reversed(list(current.children()))
+            ahead += [inner for inner in reversed([*current._modules.values()]) if inner is not None]
     return list(found)
 
 

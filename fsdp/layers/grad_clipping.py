@@ -22,7 +22,7 @@ from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.runtime import Runtime, runtime_of
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import Unit, own_modules
 from fsdp.layers.exact_norm import maximum, over_all
 from fsdp.layers.verify import require_sharded
 
@@ -73,7 +73,7 @@ def clip_grad_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if
     """
     root, reduced = runtime.root, reduced_gradients(runtime)
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
-    owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
+    owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(runtime).items())]
     norm = norm_over_ranks(runtime, owned, norm_type, f", to be at most {max_norm:g}")
     where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
@@ -119,7 +119,7 @@ def norm_over_ranks(runtime: Runtime, owned: Owned, norm_type: float, purpose: s
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
     handles = {id(handle.flat_param): handle for handle in runtime.handles}
-    others = [*unsharded_parameters(root), *(param for _, param in owned if owner_of(param) is None)]
+    others = [*unsharded_parameters(runtime.units), *(param for _, param in owned if owner_of(param) is None)]
     ours = [part for handle in handles.values() for part in handle.flat_param.parts]
     parallel = MeshGroups.of([*ours, *map(MeshPart.of, others)], root.ranks)
     every = math.prod(comm.world_size for comm in root.everyone)
@@ -165,7 +165,7 @@ def clip_grad_value(runtime: Runtime, clip_value: float) -> None:
     """Clamp every element of the gradients, which must be reduced, to ``[-clip_value, clip_value]``."""
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in (*reduced_gradients(runtime).values(), *_ignored_gradients(runtime.root).values()):
+    for grad in (*reduced_gradients(runtime).values(), *_ignored_gradients(runtime).values()):
         grad.clamp_(-clip_value, clip_value)
 
 
@@ -190,23 +190,15 @@ def reduced_gradients(runtime: Runtime) -> dict[FlatParamHandle, Tensor]:
     return {handle: handle.flat_param.grad for handle in runtime.handles if handle.flat_param.grad is not None}
 
 
-def unsharded_parameters(root: Unit) -> list[nn.Parameter]:
-    """Return the parameters in a model that every rank has for itself, those that it ignores, each once, in order."""
-    found: dict[nn.Parameter, None] = {}
-    seen: set[int] = set()
-    modules = [root.module]
-    while modules:  # not by `parameters()`, which names them all and looks for changes
-        module = modules.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            own = (param for param in module._parameters.values() if param is not None and not is_ours(param))
-            found |= dict.fromkeys(own)
-            modules += [inner for inner in reversed(module._modules.values()) if inner is not None]
-    return list(found)
+def unsharded_parameters(units: Iterable[Unit]) -> list[nn.Parameter]:
+    """Return the parameters in the modules of units that every rank has for itself: those that the units ignore."""
+    modules = (module for unit in units for module in own_modules(unit.module))
+    listed = (param for module in modules for param in module._parameters.values())
+    return list(dict.fromkeys(param for param in listed if param is not None and not is_ours(param)))
 
 
-def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
-    grads = {param: settled_gradient(param) for param in unsharded_parameters(root)}
+def _ignored_gradients(runtime: Runtime) -> dict[nn.Parameter, Tensor]:
+    grads = {param: settled_gradient(param) for param in unsharded_parameters(runtime.units)}
     return {param: grad for param, grad in grads.items() if grad is not None}
 
 

@@ -80,7 +80,7 @@ class MappedFiles:
 
     def __init__(self, folder: str | os.PathLike[str], keep: bool) -> None:
         self._below, self._keep = os.path.abspath(folder), keep
-        self._regions: dict[int, Region] = {}  # by address; of tensors that are gone, until there are `_most`
+        self._regions: dict[int, Region] = {}  # by address; those of freed tensors are removed when there are `_most`
         self._most = 0
         self._shared: tuple[mmap.mmap, str] | None = None
         self._shared_used = 0

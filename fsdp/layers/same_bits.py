@@ -182,7 +182,7 @@ class SameBits:
         problems = [problem for unit in self._runtime.units for problem in _problems(unit, ranks)]
         if type(self._runtime.participation) not in (Participation, _RanksWithMicroBatches):
             problems.append("the model uses fsdp.cond or fsdp.join, by which ranks do different things")
-        apart = {id(param) for param in unsharded_parameters(self._root) if param.requires_grad}
+        apart = {id(param) for param in unsharded_parameters(self._runtime.units) if param.requires_grad}
         problems += [
             f"{name} is trained and not sharded (ignored), so that every rank trains its own"
             for name, param in self._root.module.named_parameters()

@@ -118,7 +118,7 @@ class Models:
         if len(self._runtimes) != 1:
             return None
         runtime, given = self._runtimes[0], {id(param) for param in self._params}
-        own = [*_parameters(runtime), *unsharded_parameters(runtime.root)]
+        own = [*_parameters(runtime), *unsharded_parameters(runtime.units)]
         needed = {id(param) for param in own if param.requires_grad or param.grad is not None}
         return runtime if needed <= given <= {id(param) for param in own} else None
 

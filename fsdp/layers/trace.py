@@ -183,7 +183,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
     return made
 
 
-_RECOUNTS = 4  # of all units, while as many as there are have been counted by themselves
+# The bytes of all units are counted again after this many events for each unit of the model.
+_EVENTS_PER_UNIT = 0.25
 
 
 def _bytes_of(unit: Unit) -> int:
@@ -207,8 +208,9 @@ class _Recorder:
         self.memory: list[tuple[int, int]] = []
         self._runtime, self._stepped = runtime, stepped
         self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
-        self._bytes: dict[Unit, int] = {}  # when they were last counted
-        self._total, self._counted = 0, 0  # bytes, and units since all were counted
+        self._bytes: dict[Unit, int] = {}  # as last counted
+        self._total = 0  # their sum
+        self._events = 0  # since all units were counted
         self._note_memory()
 
     def _begin(self, kind: str, of: object, name: str) -> None:
@@ -260,11 +262,11 @@ class _Recorder:
     reshard = unshard
 
     def _note_memory(self, of: Unit | None = None) -> None:
-        """Note the bytes of all units. Of many, only the given one is counted, and all of them now and then."""
+        """Note the bytes of all units: the given unit is counted, and from time to time, or without a unit, all are."""
         units = self._runtime.units
-        self._counted += 1
-        if of is None or self._counted * _RECOUNTS >= len(units):
-            self._bytes, self._counted = {unit: _bytes_of(unit) for unit in units}, 0
+        self._events += 1
+        if of is None or self._events >= _EVENTS_PER_UNIT * len(units):
+            self._bytes, self._events = {unit: _bytes_of(unit) for unit in units}, 0
             self._total = sum(self._bytes.values())
         else:
             before, self._bytes[of] = self._bytes[of], _bytes_of(of)
