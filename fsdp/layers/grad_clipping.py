@@ -71,10 +71,10 @@ def clip_grad_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if
     If the norm is not finite and `error_if_nonfinite`, the error names the parameters with such gradients, and no
     gradient is changed. Gradients that are not reduced yet also raise an error.
     """
-    root, reduced = runtime.root, reduced_gradients(runtime)
+    root, reduced, beside = runtime.root, reduced_gradients(runtime), unsharded_parameters(runtime.units)
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
-    owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(runtime).items())]
-    norm = norm_over_ranks(runtime, owned, norm_type, f", to be at most {max_norm:g}")
+    owned = [*owned, *((grad, param) for param in beside if (grad := settled_gradient(param)) is not None)]
+    norm = norm_over_ranks(runtime, owned, beside, norm_type, f", to be at most {max_norm:g}")
     where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
     return norm
@@ -94,7 +94,9 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
     return f" (the gradient of {some_of(names, 3)})" if names else ""
 
 
-def norm_over_ranks(runtime: Runtime, owned: Owned, norm_type: float, purpose: str = "") -> Tensor:
+def norm_over_ranks(
+    runtime: Runtime, owned: Owned, beside: Iterable[nn.Parameter], norm_type: float, purpose: str = ""
+) -> Tensor:
     """Collective. Return the norm of the gradients on all ranks of a model, in float32 or wider.
 
     Sums of powers are computed per shard and added over the ranks, and with `DTensor`s also over each dimension of
@@ -102,8 +104,8 @@ def norm_over_ranks(runtime: Runtime, owned: Owned, norm_type: float, purpose: s
     the same norm, which is correct if their gradients are equal. A unit with a separate process group counts once for
     each group of ranks, because each group trains different parameters.
 
-    The `owned` tensors may belong to the units' parameters or to other parameters. Errors contain the `purpose`, and
-    messages of ranks with different purposes do not match.
+    The `owned` tensors may belong to the units' parameters or to other parameters, and `beside` are the model's
+    `unsharded_parameters`. Errors contain the `purpose`, and messages of ranks with different purposes do not match.
 
     Raises:
         ValueError: for an invalid norm type, or if a unit spans ranks outside the root.
@@ -119,7 +121,7 @@ def norm_over_ranks(runtime: Runtime, owned: Owned, norm_type: float, purpose: s
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
     handles = {id(handle.flat_param): handle for handle in runtime.handles}
-    others = [*unsharded_parameters(runtime.units), *(param for _, param in owned if owner_of(param) is None)]
+    others = [*beside, *(param for _, param in owned if owner_of(param) is None)]
     ours = [part for handle in handles.values() for part in handle.flat_param.parts]
     parallel = MeshGroups.of([*ours, *map(MeshPart.of, others)], root.ranks)
     every = math.prod(comm.world_size for comm in root.everyone)
@@ -165,8 +167,10 @@ def clip_grad_value(runtime: Runtime, clip_value: float) -> None:
     """Clamp every element of the gradients, which must be reduced, to ``[-clip_value, clip_value]``."""
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in (*reduced_gradients(runtime).values(), *_ignored_gradients(runtime).values()):
-        grad.clamp_(-clip_value, clip_value)
+    beside = map(settled_gradient, unsharded_parameters(runtime.units))
+    for grad in (*reduced_gradients(runtime).values(), *beside):
+        if grad is not None:
+            grad.clamp_(-clip_value, clip_value)
 
 
 def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> None:
@@ -197,27 +201,21 @@ def unsharded_parameters(units: Iterable[Unit]) -> list[nn.Parameter]:
     return list(dict.fromkeys(param for param in listed if param is not None and not is_ours(param)))
 
 
-def _ignored_gradients(runtime: Runtime) -> dict[nn.Parameter, Tensor]:
-    grads = {param: settled_gradient(param) for param in unsharded_parameters(runtime.units)}
-    return {param: grad for param, grad in grads.items() if grad is not None}
-
-
 def _local_total(
     shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Return this rank's contribution in `dtype` or wider, from gradients with the number of ranks that share each."""
     total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), dtype)
-    # Each in its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
-    wide = [
-        (grad.to(torch.promote_types(grad.dtype, torch.float32)), copies) for grad, copies in shares if grad.numel()
-    ]
-    norms = [torch.linalg.vector_norm(grad, norm_type).to(device, total_dtype) for grad, _ in wide]
-    if not norms:
+    shares = [(grad, copies) for grad, copies in shares if grad.numel()]
+    if not shares:
         return torch.zeros((), dtype=total_dtype, device=device)
+    # Each in its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
+    wide = ((grad, torch.promote_types(grad.dtype, torch.float32)) for grad, _ in shares)
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=each).to(device, total_dtype) for grad, each in wide]
     stacked = torch.stack(norms)
     if math.isinf(norm_type):
         return stacked.max()
-    copies = [count for _, count in wide]
+    copies = [count for _, count in shares]
     powers = stacked.pow(norm_type)
     if set(copies) != {1}:  # a tensor of them would be copied from the host, which waits for that
         powers = torch.stack(torch._foreach_div(powers.unbind(), copies))

@@ -5,8 +5,8 @@ Changes of `fully_shard` to `DTensor` are in `dtensor_params`, `counted_data` an
 Each of them receives tensors that a model lists, or the state of their optimizer. The original function would use this
 rank's shards as if they were the whole parameters: a plain training loop would be wrong without an error. So
 these functions look for shards among their arguments, and do for shards what they would do for the unsharded
-parameters. `DTensor`s (`fully_shard`) are left to torch, except for the infinity norm, which fails there on ranks
-without rows, and for parameters on several meshes, which have no common norm.
+parameters. `DTensor`s (`fully_shard`) too: torch would communicate without a name for it, fails for several meshes and,
+with the infinity norm, on ranks without rows.
 
 The environment variable FSDP_TORCH_FUNCTIONS=0 leaves all of torch's functions as they are.
 
@@ -17,7 +17,6 @@ that it calls in a closure cell, and the cell is given ours.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
@@ -63,7 +62,7 @@ def _clip_grad_norm(
 ) -> Tensor:
     params = _listed(parameters)
     reduce_deferred(param.owner for param in params if is_ours(param))
-    models = _models_of(params, "clip_grad_norm_", dtensors=_is_beyond_torch(params, norm_type))
+    models = _models_of(params, "clip_grad_norm_")
     if models is None:
         return torchs(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -85,13 +84,8 @@ def _get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    listed = _listed(tensors)
-    if listed and all(map(is_dtensor, listed)) and not _is_beyond_torch(listed, norm_type):
-        return torchs(listed, norm_type, error_if_nonfinite, foreach)
-    owned = _with_parameters(listed)
-    params = [param for _, param in owned]
-    is_beyond = _is_beyond_torch(params, norm_type)
-    models = _models_of(params, "get_total_norm", of_values=True, dtensors=is_beyond)
+    owned = _with_parameters(_listed(tensors))
+    models = _models_of([param for _, param in owned], "get_total_norm", of_values=True)
     if models is None:
         return torchs([tensor for tensor, _ in owned], norm_type, error_if_nonfinite, foreach)
     models.prepare()
@@ -150,24 +144,31 @@ class Models:
         for tensor, param in owned:
             parts[known.get(id(owner_of(param)), self._runtimes[0])].append((tensor, param))
         with during(f"{self._function}()"):
-            norms = [norm_over_ranks(one, part, norm_type) for one, part in parts.items()]
+            norms = [
+                norm_over_ranks(one, part, unsharded_parameters(one.units), norm_type) for one, part in parts.items()
+            ]
         if len(norms) == 1:
             return norms[0]
         dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type)
 
 
-def _models_of(
-    params: Sequence[Any], function: str, *, of_values: bool = False, dtensors: bool = False
-) -> Models | None:
-    """Return the sharded models that parameters are of, which must have been used; None if torch knows all of them.
+def _models_of(params: Sequence[Any], function: str, *, of_values: bool = False) -> Models | None:
+    """Return the sharded models that parameters are of, which must have been used; None for torch's own function.
 
-    With `of_values`, parameters without gradients count as well; with `dtensors`, those that torch sees to.
+    torch's function is right for parameters that are not sharded. It is also right for `DTensor`s before their model
+    runs for the first time, and inside of a pass, where a hook may clip a single parameter.
+
+    Args:
+        params: any tensors.
+        function: the name of torch's function, for errors.
+        of_values: parameters without gradients count as well.
     """
-    shards = [param for param in shards_among(params) if dtensors or not is_dtensor(param)]
+    shards = shards_among(params)
     if not shards:
         return None
-    handles = {id(handle.flat_param): (runtime, handle) for runtime in runtimes() for handle in runtime.handles}
+    known = list(runtimes())
+    handles = {id(handle.flat_param): (runtime, handle) for runtime in known for handle in runtime.handles}
     if by_hand := [param for param in shards if param.owner.is_standalone]:
         raise RuntimeError(
             f"{function}: {by_hand[0].owner._names[0]} is sharded by a StandaloneHandle, and each rank would see its "
@@ -175,17 +176,15 @@ def _models_of(
             "scale the gradients by hand; or make the module a unit, whose gradients this function clips."
         )
     unused = [param for param in shards if id(param.owner) not in handles]
-    if not all(map(is_dtensor, unused)) and any(of_values or param.grad is not None for param in unused):
+    is_early = any(of_values or param.grad is not None for param in unused)
+    if all(map(is_dtensor, shards)) and (is_early or any(runtime.is_computing for runtime in known)):
+        return None
+    if is_early:
         raise RuntimeError(
             f"{function}: before the first forward of a sharded model it is not settled which of its wrappers is the "
             "outermost one. Run the model first, or call model.clip_grad_norm_() of the outermost wrapper."
         )
     return Models(params, function, handles) if len(unused) < len(shards) else None
-
-
-def _is_beyond_torch(params: Sequence[Any], norm_type: float) -> bool:
-    meshes = {param.device_mesh if is_dtensor(param) else None for param in params}
-    return not 0 < float(norm_type) < math.inf or len(meshes) > 1
 
 
 def _parameters(runtime: Runtime) -> list[nn.Parameter]:

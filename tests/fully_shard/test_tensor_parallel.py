@@ -324,10 +324,11 @@ def test_experts_are_clipped_by_the_norm_of_all_parameters(norm_type: float) -> 
         assert_within("a clipped gradient", whole(param.grad), grad / 2, 1e-5)
 
 
+@pytest.mark.parametrize(("norm_type", "numbers"), [(2.0, 1), (float("inf"), 2)], ids=["sum", "and-whether-nan"])
 @on_ranks(2)
-def test_a_norm_is_added_up_once() -> None:
+def test_a_norm_is_added_up_once(norm_type: float, numbers: int) -> None:
     model: Any = fsdp.fully_shard(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     with Counting(traffic := Traffic()):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
-    assert traffic.values == 2 * 4, "a number, and whether there was a NaN"
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
+    assert traffic.values == numbers * 4

@@ -106,6 +106,22 @@ def test_rows_are_clipped_also_where_a_rank_has_none() -> None:
             assert_close(mine.grad.full_tensor(), expected.grad, "gradient")
 
 
+@on_ranks(2)
+def test_hooks_clip_single_parameters_inside_of_backward() -> None:
+    torch.set_default_dtype(torch.float64)
+    sharded, plain = nested_mlp(_rows), nested_mlp(keep)
+    for model in (sharded, plain):
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(_clip)
+        backward(model, 0)
+    for mine, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert_close(mine.grad.full_tensor(), expected.grad, "gradient")
+
+
+def _clip(param: Tensor) -> None:
+    clip_grad_norm_(param, 1e-2)
+
+
 def _rows(module: nn.Module) -> nn.Module:
     return fsdp.fully_shard(module)
 

@@ -318,7 +318,10 @@ def load(run: Run, number: float) -> None:
 
 def clip(run: Run, number: float) -> Tensor | None:
     run.reshard()
-    return _whole(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1 + number)) if run.is_settled else None
+    if not run.is_settled:
+        return None
+    # torch's norm of 16-bit gradients has 16 bits.
+    return _whole(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1 + number)).float()
 
 
 def step(run: Run, number: float) -> None:
