@@ -156,8 +156,8 @@ class Models:
 def _models_of(params: Sequence[Any], function: str, *, of_values: bool = False) -> Models | None:
     """Return the sharded models that parameters are of, which must have been used; None for torch's own function.
 
-    torch's function is right for parameters that are not sharded. It is also right for `DTensor`s before their model
-    runs for the first time, and inside of a pass, where a hook may clip a single parameter.
+    torch's function is right for parameters that are not sharded, and for `DTensor`s before the first run of their
+    model. Hooks inside of a pass may clip single `DTensor`s, which torch does.
 
     Args:
         params: any tensors.

@@ -249,8 +249,8 @@ def assert_side_by_side(
 
     Bit for bit at one and two ranks, where sums have one order; in float64 and but for rounding at more, and for norms,
     or within a `tolerance`, relative to the largest element. A rank receives no more than with torch's, but for norms:
-    a number from each other rank. `unlike` are options that only ours is given, and `theirs` is the plan of torch's, if
-    it is another one.
+    a number from each other rank, which torch's communicate without being seen. `unlike` are options that only ours is
+    given, and `theirs` is the plan of torch's, if it is another one.
     """
     if tolerance is None and (dist.get_world_size() > 2 or plan.clip is not None):
         torch.set_default_dtype(torch.float64)

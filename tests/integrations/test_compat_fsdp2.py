@@ -116,7 +116,8 @@ def test_a_model_is_sharded_as_torchtitan_does(tmp_path: Path) -> None:
                 with Counting(traffic):
                     losses.append(step(each, own, number))
             assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-        assert 0 < received[1].values <= received[0].values
+        norms = 2 * torch.float32.itemsize  # what torch communicates for them is not seen
+        assert 0 < received[1].values <= received[0].values + norms
         assert_at_rest(model)
         state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers[1])}
         dcp.save(state, checkpoint_id=folder)

@@ -320,8 +320,8 @@ def clip(run: Run, number: float) -> Tensor | None:
     run.reshard()
     if not run.is_settled:
         return None
-    # torch's norm of 16-bit gradients has 16 bits.
-    return _whole(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1 + number)).float()
+    norm = _whole(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1 + number))
+    return None if norm is None else norm.float()  # torch's norm of 16-bit gradients has 16 bits
 
 
 def step(run: Run, number: float) -> None:
