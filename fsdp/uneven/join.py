@@ -15,8 +15,8 @@ from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.consensus import agree_on, from_everyone
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.trees import map_tensors
-from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers.grad_clipping import clip_grad_norm, clip_grad_value
+from fsdp.layers.verify import require_sharded
 from fsdp.uneven.messages import Kind, Message, float_of
 from fsdp.uneven.regions import END, visits_of
 
@@ -25,7 +25,7 @@ _MODEL = -1  # in the place of an optimizer's number
 
 @contextmanager
 def join(
-    model: FullyShardedDataParallel,
+    model: nn.Module,
     *optimizers: torch.optim.Optimizer,
     after_step: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> Iterator[Joining]:
@@ -46,14 +46,14 @@ def join(
 
     Gradients are sums over ranks divided by the number of *all* ranks. A batch therefore has the same weight whether
     other ranks still have batches or not, as in `DistributedDataParallel.join` by default. For the mean over the ranks
-    with a batch, multiply the loss by ``model.world_size / joined.running_ranks``, where ``joined`` is the object that
-    the context returns.
+    with a batch, multiply the loss by ``dist.get_world_size() / joined.running_ranks``, where ``joined`` is what the
+    context returns.
 
     Other collective functions are not supported inside: `summon_full_params`, state dicts and similar functions raise
     an error, and user collectives would wait forever. Buffers of finished ranks (batch norm statistics) do not change.
 
     Args:
-        model: the outermost wrapper.
+        model: the outermost wrapper, or module under `fully_shard`.
         optimizers: all optimizers of its parameters, in the same order on every rank.
         after_step: a function that finished ranks call with the optimizer after each step, for learning rate
             schedulers and averages that the loop would have stepped.
@@ -62,17 +62,16 @@ def join(
         An object with ``running_ranks``, the number of ranks that took part in the last forward with a batch.
 
     Raises:
-        RuntimeError: on an inner wrapper, inside a forward or backward, inside another `join`, or if the ranks pass
+        RuntimeError: on an inner unit, inside a forward or backward, inside another `join`, or if the ranks pass
             different optimizers.
-        TypeError: if `model` is not a `FullyShardedDataParallel`.
+        TypeError: for another model.
         ValueError: without an optimizer.
         NotImplementedError: inside, for optimizers stepped with a closure, and `ShardedGradScaler`.
     """
-    if not isinstance(model, FullyShardedDataParallel):
-        raise TypeError(f"fsdp.join needs the outermost FullyShardedDataParallel, got a {type(model).__name__}")
+    root = require_sharded(model, "fsdp.join")
     if not optimizers:
         raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
-    runtime = runtime_of_root(model._unit, "join")
+    runtime = runtime_of_root(root, "fsdp.join", "module")
     runtime.ensure_idle("begin fsdp.join")
     if deferring := next((unit.name for unit in runtime.units if unit.placements.defers_reduction), None):
         raise NotImplementedError(

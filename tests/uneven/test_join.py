@@ -6,7 +6,8 @@ Answers pain point 28: uneven inputs hang at the end of an epoch.
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardedGradScaler
+from tests.helpers.dtensor_twins import whole
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
@@ -32,14 +34,30 @@ def batches(rank: int, count: int) -> list[Tensor]:
     return list(torch.randn(count, 2, 5, generator=generator, dtype=torch.float64))
 
 
-def pair(**options: Any) -> tuple[nn.Module, Any]:
+def pair(wrap: Wrap = FullyShardedDataParallel) -> tuple[nn.Module, Any]:
     """The unsharded model and the sharded one, of equal values."""
     torch.set_default_dtype(torch.float64)
-    return nested_mlp(), nested_mlp(fully_sharded(**options))
+    return nested_mlp(), nested_mlp(wrap)
+
+
+def assert_equal_weights(model: nn.Module, plain: nn.Module) -> None:
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    torch.testing.assert_close(found, dict(plain.state_dict()))
 
 
 def make_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+@contextmanager
+def without_sync(model: Any) -> Iterator[None]:
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
 
 
 def train_plain(model: nn.Module, accumulate: int = 1, clip: float | None = None, decay: float = 1.0) -> list[int]:
@@ -61,9 +79,10 @@ def train_plain(model: nn.Module, accumulate: int = 1, clip: float | None = None
     return running
 
 
+@pytest.mark.parametrize("wrap", [FullyShardedDataParallel, fsdp.fully_shard])
 @on_ranks(3, 1)
-def test_ranks_with_3_5_and_8_batches_finish_pain_point_28() -> None:
-    plain, model = pair()
+def test_ranks_with_3_5_and_8_batches_finish_pain_point_28(wrap: Wrap) -> None:
+    plain, model = pair(wrap)
     expected, running = train_plain(plain), []
     optimizer = make_adam(model)
     with fsdp.join(model, optimizer) as joined:
@@ -73,32 +92,39 @@ def test_ranks_with_3_5_and_8_batches_finish_pain_point_28() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert running == expected[: len(running)]
-    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    assert_equal_weights(model, plain)
     assert_at_rest(model)
     assert all("zero_grad" not in owner.__dict__ for owner in (optimizer, model))
 
 
 @parametrize_cases(
-    at_most=3,
+    at_most=6,
     accumulate=[1, 2],
     clip=[None, 0.05],
     set_to_none=[True, False],
     zeroed_by=["optimizer", "model", "hand"],
-    options=[{}, {"use_orig_params": True}, {"reshard_after_forward": False, "bucket_cap_mb": 0}],
+    wrap=[
+        FullyShardedDataParallel,
+        fully_sharded(use_orig_params=True),
+        fully_sharded(reshard_after_forward=False, bucket_cap_mb=0),
+        fsdp.fully_shard,
+    ],
 )
 @on_ranks(3)
 def test_what_steps_do_finished_ranks_do_too(case: Case) -> None:
-    plain, model = pair(**case.options)
+    plain, model = pair(case.wrap)
     train_plain(plain, case.accumulate, case.clip, decay=0.9)
     optimizer = make_adam(model)
     with fsdp.join(model, optimizer):
         for turn, batch in enumerate(batches(dist.get_rank(), COUNTS[dist.get_rank()])):
             is_last = turn % case.accumulate == case.accumulate - 1
-            with nullcontext() if is_last else model.no_sync():
+            with nullcontext() if is_last else without_sync(model):
                 model(batch).square().mean().backward()
             if not is_last:
                 continue
-            if case.clip is not None:
+            if case.clip is not None and case.wrap is fsdp.fully_shard:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            elif case.clip is not None:
                 model.clip_grad_norm_(case.clip)
             optimizer.step()
             if case.zeroed_by == "hand":
@@ -107,7 +133,7 @@ def test_what_steps_do_finished_ranks_do_too(case: Case) -> None:
             else:
                 {"optimizer": optimizer, "model": model}[case.zeroed_by].zero_grad(set_to_none=case.set_to_none)
             optimizer.param_groups[0]["lr"] *= 0.9  # only ranks with batches know of the schedule
-    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    assert_equal_weights(model, plain)
 
 
 class Recomputing(nn.Module):
@@ -135,7 +161,7 @@ def test_finished_ranks_serve_a_checkpoint_inside_of_a_unit() -> None:
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    assert_equal_weights(model, plain)
 
 
 @on_ranks(3)
@@ -151,7 +177,7 @@ def test_options_in_tensors_are_those_of_ranks_with_batches() -> None:
             optimizer.step()
             optimizer.zero_grad()
             rate.mul_(0.9)
-    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    assert_equal_weights(model, plain)
     # Compiled steps and schedulers refer to these tensors.
     group = optimizer.param_groups[0]
     assert group["lr"] is rate
@@ -207,7 +233,7 @@ def test_parts_that_not_every_rank_runs_inside_of_uneven_batches() -> None:
             model(inputs[turn, rank], choices[turn][rank], fsdp.cond).square().mean().backward()
             optimizers[1].step()
             optimizers[1].zero_grad()
-    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    assert_equal_weights(model, plain)
 
 
 @on_ranks(3)
@@ -297,7 +323,11 @@ def test_what_cannot_join_says_why() -> None:
     model(torch.ones(2, 5))
     inner = fsdp.get_fsdp_instances(model)[1]
     for error, given, match in (
-        (TypeError, (nn.Linear(2, 2), optimizer), "outermost FullyShardedDataParallel"),
+        (
+            TypeError,
+            (nn.Linear(2, 2), optimizer),
+            "outermost module under fully_shard; got a Linear",
+        ),
         (ValueError, (model,), "give it the optimizer"),
         (RuntimeError, (inner, optimizer), "outermost"),
     ):
