@@ -142,7 +142,8 @@ def sent_in_a_step(recipe: Any, folder: Path, *ranks: int, after: int = 1, **arg
         with restored(), counting_sent(lambda group, _: tuple(dist.get_process_group_ranks(group))) as sent:
             recipe.train(folder / f"{steps} with {arguments}", steps, **arguments)
         counted.append(sent[ranks])
-    return counted[1] - counted[0]
+    norm = torch.float64.itemsize * (len(ranks) - 1)  # to each other rank
+    return counted[1] - counted[0] - norm
 
 
 def nbytes(model: Any, ranks: int) -> int:
