@@ -16,12 +16,13 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.nn.parallel import DistributedDataParallel
 
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
@@ -63,6 +64,15 @@ WIDTH = 64
 _BATCH = 4
 
 
+@dataclass(frozen=True)
+class Workload:
+    """The number of units, the linear layers of each, and whether a step clips the gradients."""
+
+    units: int
+    layers: int
+    clips: bool
+
+
 class TinyUnits(nn.Module):
     """Many units of one or more linear layers, with a ReLU between the units."""
 
@@ -77,32 +87,41 @@ class TinyUnits(nn.Module):
         return x
 
 
-def build(contestant: Contestant, num_units: int, num_layers: int) -> nn.Module:
+def build(contestant: Contestant, workload: Workload) -> nn.Module:
     torch.manual_seed(0)
-    model = TinyUnits(num_units, num_layers).to(this_device())
+    model = TinyUnits(workload.units, workload.layers).to(this_device())
     return contestant.wrap(model, model.units, this_device(), Policy())
 
 
-def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, clips: bool = False) -> Tensor:
     loss = module(batch).square().mean()
     loss.backward()
+    if clips:
+        clip(module)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def clip(module: nn.Module) -> None:
+    if isinstance(module, TorchFSDP1):  # torch's function does not know its shards
+        module.clip_grad_norm_(1.0)
+    else:
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
 def optimizer_of(module: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=lr)
 
 
-def first_losses(names: Sequence[str], num_units: int, num_layers: int, num_steps: int = 4) -> dict[str, list[float]]:
+def first_losses(names: Sequence[str], workload: Workload, num_steps: int = 4) -> dict[str, list[float]]:
     """Return losses of a few steps on a real group, since the fake group has no results. Runs on every rank."""
     batch = torch.randn(_BATCH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     losses = {}
     for name in names:
-        module = build(CONTESTANTS[name], num_units, num_layers)
+        module = build(CONTESTANTS[name], workload)
         optimizer = optimizer_of(module, lr=1.0)
-        losses[name] = [train_step(module, optimizer, batch).item() for _ in range(num_steps)]
+        losses[name] = [train_step(module, optimizer, batch, workload.clips).item() for _ in range(num_steps)]
     return losses
 
 
@@ -115,11 +134,11 @@ class Measured:
 
 
 def train_interleaved(
-    names: Sequence[str], num_units: int, num_layers: int, num_rounds: int, steps: int, skip: Skip
+    names: Sequence[str], workload: Workload, num_rounds: int, steps: int, skip: Skip
 ) -> dict[str, Measured]:
     """All contestants on the fake group; they take turns, in another order each round."""
     batch = torch.randn(_BATCH, WIDTH, device=this_device())
-    modules = {name: build(CONTESTANTS[name], num_units, num_layers) for name in names}
+    modules = {name: build(CONTESTANTS[name], workload) for name in names}
     # Results of the fake group are undefined, so the parameters are not updated.
     optimizers = {name: optimizer_of(module, lr=0.0) for name, module in modules.items()}
     results = {name: Measured() for name in names}
@@ -132,7 +151,7 @@ def train_interleaved(
             for name in order:
                 start = time.process_time()
                 for _ in range(steps):
-                    train_step(modules[name], optimizers[name], batch)
+                    train_step(modules[name], optimizers[name], batch, workload.clips)
                 if index >= 0:
                     results[name].cpu_seconds.append((time.process_time() - start) / steps)
                 synchronize(this_device())  # not measured: the host's time to queue the work is
@@ -140,7 +159,7 @@ def train_interleaved(
                 settle()
         for name in names:
             with profiled() as trace:
-                train_step(modules[name], optimizers[name], batch)
+                train_step(modules[name], optimizers[name], batch, workload.clips)
             results[name].collectives = operations(trace, DISPATCHED)
     return results
 
@@ -150,20 +169,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = choose(options.only, among=AMONG, always=(FSDP2, DDP, FLOOR))
     print(
         f"{options.units} units of {options.layers} Linear({WIDTH}, {WIDTH}), fake group of {options.ranks} ranks, "
-        f"SGD, {options.rounds} rounds of {options.steps} steps in rotated order, {options.device}, "
-        f"torch {torch.__version__}",
+        f"{'SGD, clipping' if options.clip else 'SGD'}, {options.rounds} rounds of {options.steps} steps in rotated "
+        f"order, {options.device}, torch {torch.__version__}",
         flush=True,
     )
     warn_if_busy()
+    workload = Workload(options.units, options.layers, options.clip)
     skip, same = Skip(options.skip), True
     if skip is Skip.NOTHING:
-        ranks = run_ranks(first_losses, 2, names, min(options.units, 10), options.layers)
+        ranks = run_ranks(first_losses, 2, names, replace(workload, units=min(options.units, 10)))
         same = report_losses({name: [rank[name] for rank in ranks] for name in names})
     else:
         print(f"\nWithout {skip.value}: results are wrong, only the times mean something.")
     results = run_fake_rank(
-        *(train_interleaved, options.ranks, names, options.units, options.layers),
-        *(options.rounds, options.steps, skip),
+        *(train_interleaved, options.ranks, names, workload, options.rounds, options.steps, skip),
         device=options.device,
     )
     report(results, options.units)
@@ -179,6 +198,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--units", type=int, default=100, help="(%(default)s)")
     parser.add_argument("--layers", type=int, default=1, help="of a unit, with two parameters each (%(default)s)")
+    parser.add_argument("--clip", action="store_true", help="gradients by their norm in each step")
     parser.add_argument("--ranks", type=int, default=64, help="of the fake group (%(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of each contestant in a round (%(default)s)")
