@@ -74,7 +74,7 @@ def clip_grad_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if
     root, reduced, beside = runtime.root, reduced_gradients(runtime), unsharded_parameters(runtime.units)
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
     owned = [*owned, *((grad, param) for param in beside if (grad := settled_gradient(param)) is not None)]
-    norm = norm_over_ranks(runtime, owned, beside, norm_type, f", to be at most {max_norm:g}")
+    norm = norm_over_ranks([runtime], owned, beside, norm_type, f", to be at most {max_norm:g}")
     where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
     return norm
@@ -95,24 +95,28 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
 
 
 def norm_over_ranks(
-    runtime: Runtime, owned: Owned, beside: Iterable[nn.Parameter], norm_type: float, purpose: str = ""
+    runtimes: Sequence[Runtime],
+    owned: Owned,
+    beside: Iterable[nn.Parameter],
+    norm_type: float,
+    purpose: str = "",
 ) -> Tensor:
-    """Collective. Return the norm of the gradients on all ranks of a model, in float32 or wider.
+    """Collective. Return the norm of the gradients on all ranks of models with the same ranks, in float32 or wider.
 
     Sums of powers are computed per shard and added over the ranks, and with `DTensor`s also over each dimension of
     their mesh. For parameters that are not sharded, the mean of these sums over the ranks is used: all ranks compute
     the same norm, which is correct if their gradients are equal. A unit with a separate process group counts once for
     each group of ranks, because each group trains different parameters.
 
-    The `owned` tensors may belong to the units' parameters or to other parameters, and `beside` are the model's
+    The `owned` tensors may belong to the units' parameters or to other parameters, and `beside` are the models'
     `unsharded_parameters`. Errors contain the `purpose`, and messages of ranks with different purposes do not match.
 
     Raises:
         ValueError: for an invalid norm type, or if a unit spans ranks outside the root.
         NotImplementedError: if meshes of `DTensor`s overlap in part.
     """
-    root = runtime.root
-    beyond = [unit.name for unit in runtime.units if root.ranks and not unit.ranks <= root.ranks]
+    root, units = runtimes[0].root, [unit for runtime in runtimes for unit in runtime.units]
+    beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
     if beyond:
         raise ValueError(
             f"clip_grad_norm_ adds up what the ranks of the outermost unit have ({sorted(root.ranks)}), and inner "
@@ -120,7 +124,7 @@ def norm_over_ranks(
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
-    handles = {id(handle.flat_param): handle for handle in runtime.handles}
+    handles = {id(handle.flat_param): handle for runtime in runtimes for handle in runtime.handles}
     others = [*beside, *(param for _, param in owned if owner_of(param) is None)]
     ours = [part for handle in handles.values() for part in handle.flat_param.parts]
     parallel = MeshGroups.of([*ours, *map(MeshPart.of, others)], root.ranks)

@@ -139,14 +139,18 @@ class Models:
     @uncompiled
     def norm(self, owned: Owned, norm_type: float) -> Tensor:
         """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to."""
-        parts: dict[Runtime, list[tuple[Tensor, nn.Parameter]]] = {runtime: [] for runtime in self._runtimes}
-        known = {id(handle.flat_param): runtime for runtime in self._runtimes for handle in runtime.handles}
+        groups: dict[Any, list[Runtime]] = {}  # one exchange for those with the same ranks
+        for runtime in self._runtimes:
+            groups.setdefault(runtime.root.ranks or runtime, []).append(runtime)
+        known = {id(one.flat_param): key for key in groups for runtime in groups[key] for one in runtime.handles}
+        parts: dict[Any, list[tuple[Tensor, nn.Parameter]]] = {key: [] for key in groups}
         for tensor, param in owned:
-            parts[known.get(id(owner_of(param)), self._runtimes[0])].append((tensor, param))
+            parts[known.get(id(owner_of(param)), next(iter(groups)))].append((tensor, param))
         with during(f"{self._function}()"):
-            norms = [
-                norm_over_ranks(one, part, unsharded_parameters(one.units), norm_type) for one, part in parts.items()
-            ]
+            norms = []
+            for key, together in groups.items():
+                units = [unit for runtime in together for unit in runtime.units]
+                norms.append(norm_over_ranks(together, parts[key], unsharded_parameters(units), norm_type))
         if len(norms) == 1:
             return norms[0]
         dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
