@@ -74,7 +74,7 @@ def clip_grad_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if
     root, reduced, beside = runtime.root, reduced_gradients(runtime), unsharded_parameters(runtime.units)
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
     owned = [*owned, *((grad, param) for param in beside if (grad := settled_gradient(param)) is not None)]
-    norm = norm_over_ranks([runtime], owned, beside, norm_type, f", to be at most {max_norm:g}")
+    norm = norm_over_ranks([runtime], owned, beside, norm_type, max_norm)
     where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
     return norm
@@ -99,7 +99,7 @@ def norm_over_ranks(
     owned: Owned,
     beside: Iterable[nn.Parameter],
     norm_type: float,
-    purpose: str = "",
+    max_norm: float | None = None,
 ) -> Tensor:
     """Collective. Return the norm of the gradients on all ranks of models with the same ranks, in float32 or wider.
 
@@ -109,7 +109,8 @@ def norm_over_ranks(
     each group of ranks, because each group trains different parameters.
 
     The `owned` tensors may belong to the units' parameters or to other parameters, and `beside` are the models'
-    `unsharded_parameters`. Errors contain the `purpose`, and messages of ranks with different purposes do not match.
+    `unsharded_parameters`. Errors contain `max_norm`, to which they are to be clipped, if at all; the messages of ranks
+    that clip to different norms do not match.
 
     Raises:
         ValueError: for an invalid norm type, or if a unit spans ranks outside the root.
@@ -144,6 +145,7 @@ def norm_over_ranks(
     trained = [param for param in others if param.requires_grad]
     dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
     local = _local_total(shares, norm_type, root.device, dtype)
+    purpose = "" if max_norm is None else f", to be at most {max_norm:g}"
     what = f"the norm of gradients of order {norm_type:g}{purpose}"
     if math.isinf(norm_type):
         return maximum(comms, local, what)

@@ -71,7 +71,7 @@ def _clip_grad_norm(
     models.prepare()
     grads = ((settled_gradient(param), param) for param in params)
     owned = [(grad, param) for grad, param in grads if grad is not None]
-    norm = models.norm(owned, norm_type)
+    norm = models.norm(owned, norm_type, max_norm)
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite)
     return models.shown(norm)
 
@@ -137,8 +137,11 @@ class Models:
         return MeshPart(part.mesh, (Replicate(),) * part.mesh.ndim, norm.shape).dtensor(norm)
 
     @uncompiled
-    def norm(self, owned: Owned, norm_type: float) -> Tensor:
-        """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to."""
+    def norm(self, owned: Owned, norm_type: float, max_norm: float | None = None) -> Tensor:
+        """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to.
+
+        It is to be clipped to `max_norm`, if at all.
+        """
         groups: dict[Any, list[Runtime]] = {}  # one exchange for those with the same ranks
         for runtime in self._runtimes:
             groups.setdefault(runtime.root.ranks or runtime, []).append(runtime)
@@ -150,7 +153,7 @@ class Models:
             norms = []
             for key, together in groups.items():
                 units = [unit for runtime in together for unit in runtime.units]
-                norms.append(norm_over_ranks(together, parts[key], unsharded_parameters(units), norm_type))
+                norms.append(norm_over_ranks(together, parts[key], unsharded_parameters(units), norm_type, max_norm))
         if len(norms) == 1:
             return norms[0]
         dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32

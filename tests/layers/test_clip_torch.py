@@ -22,6 +22,8 @@ from torch.nn.utils import (  # as scripts do, before anything is wrapped
 )
 
 import fsdp
+from fsdp.testing import World, WorldError
+from tests.helpers.dtensor_twins import whole
 from tests.helpers.equality import assert_close
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.module_kinds import FORMS
@@ -139,6 +141,42 @@ def test_orders_that_are_not_positive_are_an_error_on_every_rank(norm_type: floa
             clip_grad_norm_(model.parameters(), 1.0, norm_type)
         with pytest.raises(ValueError, match="norm_type must be positive"):
             get_total_norm([param.grad for param in model.parameters() if param.grad is not None], norm_type)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_ranks_that_clip_a_part_to_different_norms_are_told(rows: bool) -> None:
+    with pytest.raises(WorldError, match=r"to be at most 0\.01"):
+        World(2).run(_clip_a_part_to_different_norms, rows)
+
+
+def _clip_a_part_to_different_norms(rows: bool) -> None:
+    model = nested_mlp(_rows if rows else fully_sharded())
+    backward(model, 0)
+    clip_grad_norm_(model.trunk.parameters(), 0.01 * (1 + dist.get_rank()))
+
+
+class Beside(nn.Module):
+    """Rank 0 alone has a gradient of a parameter that is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * (self.own if dist.get_rank() == 0 else 1.0)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_sharded_has_a_gradient_on_one_rank() -> None:
+    torch.set_default_dtype(torch.float64)
+    model = Beside()
+    fsdp.fully_shard(model, ignored_params={model.own})
+    model(torch.ones(2, 5)).sum().backward()
+    norm = clip_grad_norm_([param for param in model.parameters() if param.grad is not None], 1e9)
+    squares = [whole(param.grad).square().sum() for param in model.linear.parameters()]
+    own = torch.zeros(()) if model.own.grad is None else model.own.grad.square().sum()
+    dist.all_reduce(own)
+    assert_close(whole(norm), (sum(squares) + own / 2).sqrt(), "the mean of the ranks, for what is not sharded")
 
 
 @on_ranks(2)
