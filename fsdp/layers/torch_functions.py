@@ -108,10 +108,11 @@ class Models:
 
     @property
     def whole(self) -> Runtime | None:
-        """The only model, if all of its parameters that are trained or have gradients were given, and no others."""
-        if len(self._runtimes) != 1:
+        """The only model, if all of its parameters that are trained or have gradients were given, once, alone."""
+        given = {id(param) for param in self._params}
+        if len(self._runtimes) != 1 or len(given) < len(self._params):
             return None
-        runtime, given = self._runtimes[0], {id(param) for param in self._params}
+        runtime = self._runtimes[0]
         own = [*_parameters(runtime), *unsharded_parameters(runtime.units)]
         needed = {id(param) for param in own if param.requires_grad or param.grad is not None}
         return runtime if needed <= given <= {id(param) for param in own} else None

@@ -143,6 +143,20 @@ def test_orders_that_are_not_positive_are_an_error_on_every_rank(norm_type: floa
             get_total_norm([param.grad for param in model.parameters() if param.grad is not None], norm_type)
 
 
+@on_ranks(2)
+def test_parameters_that_are_given_twice_count_twice() -> None:
+    """As with tied weights in two lists that are put together."""
+    torch.set_default_dtype(torch.float64)
+    for wrap in (*(fully_sharded(**options) for options in FORMS), _rows):
+        sharded, plain = nested_mlp(wrap), nested_mlp(keep)
+        for model in (sharded, plain):
+            backward(model, 0)
+        norms = [clip_grad_norm_([*model.parameters(), *model.parameters()], 1e-2) for model in (sharded, plain)]
+        assert_close(whole(norms[0]), norms[1], "norm")
+        norms = [clip_grad_norm_(model.parameters(), 1e-2) for model in (sharded, plain)]
+        assert_close(whole(norms[0]), norms[1], "norm of gradients that were scaled twice")
+
+
 @pytest.mark.parametrize("rows", [False, True])
 def test_ranks_that_clip_a_part_to_different_norms_are_told(rows: bool) -> None:
     with pytest.raises(WorldError, match=r"to be at most 0\.01"):
