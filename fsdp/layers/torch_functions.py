@@ -89,7 +89,7 @@ def _get_total_norm(
     if models is None:
         return torchs([tensor for tensor, _ in owned], norm_type, error_if_nonfinite, foreach)
     models.prepare()
-    norm = models.norm([(local_part(tensor), param) for tensor, param in owned], float(norm_type))
+    norm = models.norm([(_local_value(tensor, param), param) for tensor, param in owned], float(norm_type))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"get_total_norm: the norm (of order {norm_type}) over all ranks is {norm.item()}")
     return models.shown(norm)
@@ -208,6 +208,12 @@ def _with_parameters(tensors: Sequence[Any]) -> Owned:
             owners |= {id(param.grad): param, _place(param.grad): param}
     owners.pop(None, None)
     return [(one, owners.get(id(one), owners.get(_place(one), one))) for one in tensors]
+
+
+def _local_value(tensor: Tensor, param: Any) -> Tensor:
+    """This rank's part, in the placements of the parameter. Collective if a gradient was assigned with others."""
+    part = MeshPart.of(param)
+    return local_part(tensor) if part is None else part.gradient(tensor)
 
 
 def _listed(tensors: Tensors) -> list[Any]:

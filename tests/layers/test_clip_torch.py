@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import (  # as scripts do, before anything is wrapped
     clip_grad_norm_,
     clip_grad_value_,
@@ -106,6 +107,22 @@ def test_rows_are_clipped_also_where_a_rank_has_none() -> None:
                 clip_grads_with_norm_(params(model), 1e-3, total)
         for mine, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
             assert_close(mine.grad.full_tensor(), expected.grad, "gradient")
+
+
+@on_ranks(2, 3)
+def test_gradients_that_were_assigned_with_other_placements() -> None:
+    torch.set_default_dtype(torch.float64)
+    sharded, plain = nested_mlp(_rows), nested_mlp(keep)
+    backward(sharded, 0)
+    backward(plain, 0)
+    first, second, *_ = sharded.parameters()
+    first.grad = first.grad.redistribute(placements=[Replicate()])
+    mean = second.grad.full_tensor() / dist.get_world_size()
+    second.grad = DTensor.from_local(mean, second.device_mesh, [Partial()])
+    norms = [get_total_norm([param.grad for param in model.parameters()]) for model in (sharded, plain)]
+    assert_close(norms[0].full_tensor(), norms[1], "total norm")
+    norms = [clip_grad_norm_(model.parameters(), 1e-2) for model in (sharded, plain)]
+    assert_close(norms[0].full_tensor(), norms[1], "norm")
 
 
 @on_ranks(2)
