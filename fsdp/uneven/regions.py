@@ -209,6 +209,9 @@ _MANY = 100_000  # places in a forward, after which visits without a backward ar
 
 _BITS_TOLD = 60  # in a number of a message
 
+# Of the mode of a backward: how far gradients go, and whether there are none yet.
+_SYNC, _WITHOUT_GRADIENTS, _BITS_OF_MODE = 3, 4, 3
+
 TOLD = "_fsdp_told"  # on an exception that all ranks raise, or that cannot be sent to them
 
 
@@ -351,7 +354,7 @@ class Visits(Participation):
         number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD
         mode = self._mode if is_backward else 0
         noted = 0 if region is None else region.number + 1
-        message = Message(kind, number, missing, mode | noted << 2)
+        message = Message(kind, number, missing, mode | noted << _BITS_OF_MODE)
         self.announce(message)
         self._note(message)
         unit.unshard()
@@ -387,10 +390,10 @@ class Visits(Participation):
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
-        reduces = all(unit.policy.sync is not GradientSync.NONE for unit in self._runtime.units)
+        sync = min(unit.policy.sync.value for unit in self._runtime.units)
         listed = [param for handle in self._directory.handles for param in handle.listed_params]
         self._has_recomputed = False
-        self._mode = reduces + 2 * all(param.grad is None for param in listed)
+        self._mode = sync | _WITHOUT_GRADIENTS * all(param.grad is None for param in listed)
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this rank."""
@@ -535,15 +538,15 @@ class Visits(Participation):
         """Begin the backward of another rank, which has told the `_mode` of it, if none runs here."""
         if self._runtime.is_in_backward:
             return
-        if event.extra & 2:
+        if event.extra & _WITHOUT_GRADIENTS:
             for handle in self._runtime.handles:
                 handle.zero_grad()
-        self._runtime.synchronise(GradientSync.FULL if event.extra & 1 else GradientSync.NONE)
+        self._runtime.synchronise(GradientSync(event.extra & _SYNC))
         self._runtime.follow_backward()
 
     def _note(self, message: Message) -> None:
         # At the same time on all ranks, so that all expect the same the next time.
-        noted = message.extra >> 2
+        noted = message.extra >> _BITS_OF_MODE
         if noted:
             region = self._directory.region_of_number(noted - 1)
             region.orders[message.kind == Kind.BACKWARD].enter(self._directory.units[message.subject])

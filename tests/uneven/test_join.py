@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -133,6 +134,27 @@ def test_what_steps_do_finished_ranks_do_too(case: Case) -> None:
             else:
                 {"optimizer": optimizer, "model": model}[case.zeroed_by].zero_grad(set_to_none=case.set_to_none)
             optimizer.param_groups[0]["lr"] *= 0.9  # only ranks with batches know of the schedule
+    assert_equal_weights(model, plain)
+
+
+@on_ranks(4)
+def test_shards_of_replicas_accumulate_where_batches_have_run_out() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1))
+    model: Any = copy.deepcopy(plain)
+    fsdp.fully_shard(model[0], mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    train_plain(plain, accumulate=2)
+    optimizer = make_adam(model)
+    with fsdp.join(model, optimizer):
+        for turn, batch in enumerate(batches(dist.get_rank(), COUNTS[dist.get_rank()])):
+            model.set_requires_all_reduce(turn % 2 == 1)
+            model(batch).square().mean().backward()
+            if turn % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
     assert_equal_weights(model, plain)
 
 
