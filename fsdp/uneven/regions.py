@@ -390,10 +390,16 @@ class Visits(Participation):
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
-        sync = min(unit.policy.sync.value for unit in self._runtime.units)
+        syncs = {unit.policy.sync.value for unit in self._runtime.units}
+        if len(syncs) > 1 and self.joining is not None:
+            raise NotImplementedError(
+                "inside fsdp.join: units reduce their gradients differently far (set_requires_gradient_sync, "
+                "set_requires_all_reduce), which ranks that have finished cannot know. Call these of the outermost "
+                "module, with recurse=True."
+            )
         listed = [param for handle in self._directory.handles for param in handle.listed_params]
         self._has_recomputed = False
-        self._mode = sync | _WITHOUT_GRADIENTS * all(param.grad is None for param in listed)
+        self._mode = min(syncs) | _WITHOUT_GRADIENTS * all(param.grad is None for param in listed)
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this rank."""

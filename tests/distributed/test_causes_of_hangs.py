@@ -147,11 +147,11 @@ FAULTS: dict[str, tuple[Callable[[Training], Any], str]] = {
 }
 
 
-# Each kind in one of the forms, at 2 or 3 ranks. (A DTensor's gradients are clipped by collectives of torch, and this
-# state of an optimizer is the wrapper's.)
-WRAPPERS = ("a call to clip", "a call for the optimizer's state")
+# Each kind in one of the forms, at 2 or 3 ranks. (The state of an optimizer is the wrapper's.)
+OF_WRAPPERS = "a call for the optimizer's state"
 CASES = [
-    (kind, FORMS[number % (2 if kind in WRAPPERS else 3)], 2 + (number % 4 == 0)) for number, kind in enumerate(FAULTS)
+    (kind, FORMS[number % (2 if kind == OF_WRAPPERS else 3)], 2 + (number % 4 == 0))
+    for number, kind in enumerate(FAULTS)
 ]
 
 

@@ -339,6 +339,16 @@ def test_what_needs_all_ranks_is_refused_inside() -> None:
 
 
 @on_ranks(2)
+def test_units_whose_gradients_go_differently_far_are_refused() -> None:
+    _, model = pair(fsdp.fully_shard)
+    model.trunk.set_requires_gradient_sync(False)
+    with fsdp.join(model, sgd_with_momentum(model.parameters())):
+        output = model(torch.ones(2, 5)).sum()
+        with pytest.raises(NotImplementedError, match=r"inside fsdp\.join: units reduce their gradients differently"):
+            output.backward()
+
+
+@on_ranks(2)
 def test_what_cannot_join_says_why() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
