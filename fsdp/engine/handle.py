@@ -548,7 +548,7 @@ class FlatParamHandle:
         self.comm.settle()
         self.storage.copy_stream.settle()
 
-    def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
+    def begin_backward(self, sync: GradientSync) -> None:
         """Expect gradients, see `GradientBuffer.begin_backward`."""
         if self.orig_params is not None:
             self.gradients.forget(self.orig_params.zeroed)
@@ -557,9 +557,9 @@ class FlatParamHandle:
         if self.flat_param.grad is None:
             self.gradients.drop()
         self.follow_frozen()
-        self.gradients.begin_backward(self._trained, sync, fills_unused)
+        self.gradients.begin_backward(self._trained, sync, self.policy.fills_unused)
 
-    def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
+    def take_gradient(self, slot: int, leaf: Tensor) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
@@ -569,7 +569,7 @@ class FlatParamHandle:
             values = gradient if part is None else part.gradient(gradient, self.gradients.dtype)
             if type(values) is not Tensor or self.flat_param.examples[slot] is not None:
                 values = gradient_values(self.layout.slots[slot].name, values, self.layout.slots[slot].shape)
-            self.gradients.add(slot, values, divisor)
+            self.gradients.add(slot, values, self.policy.predivide)
         return not self.gradients.missing
 
     def reduce(self) -> Pending:

@@ -36,20 +36,21 @@ Stages = Generator[None, None, None]
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that are reduced at one time: their handles, and the divisors of the sums.
+    """Handles whose gradients are reduced at one time.
 
     By one collective, or, with a hook, by one call of it for each, in an order that is the same on all ranks.
     """
 
-    divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
+    handles: set[FlatParamHandle] = field(default_factory=set)  # one may be submitted again while it waits
     brings_nothing: bool = False  # no rank has a gradient that is new since the last backward
     is_abandoned: bool = False  # its results are not wanted any more
     steps: int = 0  # of `reduce` that have been taken
 
     def reduce(self) -> Stages:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
-        handles = sorted(self.divisors, key=lambda handle: handle.tags)  # alike on all ranks, however they arrived
+        handles = sorted(self.handles, key=lambda handle: handle.tags)  # alike on all ranks, however they arrived
         first, *_, last = [handles[0], *handles]
+        divisors = [handle.policy.postdivide for handle in handles]
         name = first.unit_name if last is first else f"{first.name} to {last.name}"
         if is_logged := _log.isEnabledFor(logging.DEBUG):
             _note(handles, "reduction started")
@@ -75,7 +76,6 @@ class Bucket:
             shards = [(yield from _shown("all_reduce", name, summing)).to(first.sum_dtype)]
         if self.is_abandoned:
             return
-        divisors = [self.divisors[handle] for handle in handles]
         if len(shards) < len(handles):
             if len(set(divisors)) == 1:
                 shards, divisors = [divided(shards[0], divisors[0])], [1.0] * len(handles)
@@ -186,24 +186,23 @@ class Reductions:
             if filled + nbytes < self._bucket_bytes:
                 filling[key] = (companions, filled + nbytes)
 
-    def submit(self, handle: FlatParamHandle, divisor: float, *, keep: bool = False) -> None:
-        """Sum the accumulated gradient of the handle over the ranks, now or with others, and divide it by `divisor`.
+    def submit(self, handle: FlatParamHandle, *, keep: bool = False) -> None:
+        """Sum the accumulated gradient of the handle over the ranks, now or together with other gradients.
 
         Args:
             handle: whose gradient.
-            divisor: of the sum.
             keep: don't wait for others, however many, from here on to the end of the backward: other ranks may be about
                 to do something in which they need this one, before they send theirs.
         """
         self._keeps = self._keeps or keep
         companions = self._companions.get(handle)
         if companions is None:
-            self._start(Bucket({handle: divisor}, self._brings_nothing))
+            self._start(Bucket({handle}, self._brings_nothing))
             return
         first = companions[0].tags.number
         bucket = self._waiting.setdefault(first, Bucket(brings_nothing=self._brings_nothing))
-        bucket.divisors[handle] = divisor
-        if len(bucket.divisors) == len(companions):
+        bucket.handles.add(handle)
+        if len(bucket.handles) == len(companions):
             self._start(self._waiting.pop(first))
 
     def drain(self) -> None:

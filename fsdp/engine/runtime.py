@@ -504,7 +504,7 @@ class Runtime:
                 if oldest > 1 and (oldest > backward.reached or unit.contains_units):
                     return
                 backward.complete.discard(each)
-                self._reductions.submit(each, unit.policy.postdivide, keep=self.participation.is_uneven)
+                self._reductions.submit(each, keep=self.participation.is_uneven)
             elif each in backward.missing and self._usage.is_coming(each):
                 return
 
@@ -578,7 +578,7 @@ class Runtime:
                 # Asked one by one, because a bucket reduces several at once.
                 for handle in filter(self._usage.is_due, reversed(unit.handles)):
                     handle.gradients.owe(self._usage.unused(handle))
-                    self._reductions.submit(handle, unit.policy.postdivide)
+                    self._reductions.submit(handle)
             self._reductions.finish()
         self._reductions.finish()
         self._usage.note_held()
@@ -594,7 +594,7 @@ class Runtime:
         handle.gradients.owe()
         unit.backward.missing.discard(handle)
         if handle.gradients.is_reduced:
-            self._reductions.submit(handle, unit.policy.postdivide, keep=True)
+            self._reductions.submit(handle, keep=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -316,7 +316,7 @@ class Unit:
         is_first = handle.phase is Phase.UNSHARDED and not handle.gradients.has_arrived
         if is_first and handle.shard_state != handle.state_in_use:
             raise changed_before_backward(self)
-        if handle.take_gradient(slot, leaf, self.policy.predivide) and self.runtime is not None:
+        if handle.take_gradient(slot, leaf) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
     def take_assigned_gradients(self) -> None:
@@ -324,7 +324,7 @@ class Unit:
         for handle in self.handles:
             for slot, leaf in enumerate(handle.unsharded.leaves):
                 if leaf.grad is not None:
-                    handle.take_gradient(slot, leaf, self.policy.predivide)
+                    handle.take_gradient(slot, leaf)
 
     def add_handle(self, shard: Shard, reduce_comm: Communicator, kept_shard: KeptShard | None) -> None:
         """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
@@ -474,7 +474,7 @@ class Unit:
         if sync is GradientSync.SHARDS and self.axes[1].world_size == 1:
             sync = GradientSync.FULL  # there is nothing to hold them for
         for handle in self.handles:
-            handle.begin_backward(sync, self.policy.fills_unused)
+            handle.begin_backward(sync)
         self.backward.begin(self.trained_handles)  # which may have changed since the forward
 
     def expect_gradients(self) -> None:

@@ -112,9 +112,9 @@ class StandaloneHandle(FlatParamHandle):
             shard = Shard(flat_param, places, new_orig_params=OrigParams)
         else:
             shard = Shard(flat_param, places, [(module, _free_name(module))])
-        super().__init__(shard, comm, comm, LONE_RANK, precision, Policy(False, False, False))
-        self._predivide = Options().predivide_factor(comm.world_size)
-        self._postdivide = comm.world_size / self._predivide
+        predivide = Options().predivide_factor(comm.world_size)
+        policy = Policy(False, False, False, predivide=predivide, postdivide=comm.world_size / predivide)
+        super().__init__(shard, comm, comm, LONE_RANK, precision, policy)
         self._backward: BackwardPass | None = None  # the one that runs, or was the last
         self.on_gradient = _take_gradient
         self.rename(name, name)
@@ -131,7 +131,7 @@ class StandaloneHandle(FlatParamHandle):
             return
         if self.gradients.is_empty:
             self.gradients.owe()
-        self.accept(divided(self.reduce().wait(), self._postdivide))
+        self.accept(divided(self.reduce().wait(), self.policy.postdivide))
         self.show_gradient([True] * len(self.layout.slots))
         self.settle()
         self.end_backward()
@@ -140,8 +140,8 @@ class StandaloneHandle(FlatParamHandle):
         """Take in the gradient of a leaf; the first one of a backward begins it."""
         if self._backward is None or not self._backward.is_alive:
             self._backward = BackwardPass(self.mark_unreduced)
-            self.begin_backward(GradientSync.FULL, fills_unused=False)
-        self.take_gradient(slot, leaf, self._predivide)
+            self.begin_backward(GradientSync.FULL)
+        self.take_gradient(slot, leaf)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

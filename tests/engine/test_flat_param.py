@@ -55,7 +55,7 @@ ALL_NAMES = (*NAMES, "tied")
 
 def take(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
     """Into the flat gradient, as it is."""
-    handle.take_gradient(slot, leaf, 1.0)
+    handle.take_gradient(slot, leaf)
 
 
 def handle_of(module: nn.Module, comm: Communicator | None = None) -> FlatParamHandle:
@@ -248,7 +248,7 @@ def test_nothing_to_shard_needs_no_other_rank() -> None:
     handle = handle_of(module)
     for _ in range(2):
         handle.wait_for_unshard()
-        handle.begin_backward(GradientSync.FULL, fills_unused=False)
+        handle.begin_backward(GradientSync.FULL)
         (torch.ones(2, 3) @ module.nothing).sum().backward()
         handle.accept(handle.reduce().wait())
         handle.reshard()

@@ -199,9 +199,9 @@ def test_a_bucket_is_reduced_in_one_order_whichever_of_it_was_complete_first() -
         mock.MagicMock(tags=Tags(number, 0, 0, 0), is_replicated=False, **ranks) for number in (2, 0, 1)
     ]
     for handle in handles:
-        handle.policy.all_reduce_hook = None
+        handle.policy.all_reduce_hook, handle.policy.postdivide = None, 1.0
         handle.reduce.side_effect = partial(_reduced, handle, order)
-    for _ in Bucket(dict.fromkeys(handles, 1.0)).reduce():
+    for _ in Bucket({*handles}).reduce():
         pass
     assert order == [0, 1, 2]
     assert all(handle.accept.call_args.args == (handle.tags.number,) for handle in handles)
