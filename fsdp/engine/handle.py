@@ -44,7 +44,6 @@ from fsdp.engine.gradient_hooks import IN_BACKWARD, GradientHooks
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
-from fsdp.engine.placements import Collective
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Precision
 from fsdp.engine.presentation import Presentation
@@ -78,8 +77,7 @@ class FlatParamHandle:
         layout: where each parameter is in the unsharded buffer and in every rank's shard.
         comm, reduce_comm: the ranks to all-gather from, and to reduce over; the lone rank where there are no others.
         replicas: the ranks that hold the same shard.
-        replica_axis, sums_replicas_by: the ranks along the replica axis, which hold the same shard or divide it again,
-            and the collective that reduces gradients over them.
+        replica_axis: the ranks along the replica axis: the replicas, or ranks that divide the shard among themselves.
         tags: its number in the root, and its tags; 0 until the ranks have agreed on their units.
         unit_name, name: the names of its unit and of itself in messages.
         policy, passes: the settings of its unit, and the passes of its root.
@@ -99,7 +97,6 @@ class FlatParamHandle:
 
     # Defaults of most handles, kept on the class: CPython stores the attributes of instances compactly up to 30.
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
-    sums_replicas_by = Collective.ALL_REDUCE
     kept_shard: KeptShard | None = None
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
     gradient_hooks: GradientHooks | None = None
@@ -113,13 +110,10 @@ class FlatParamHandle:
         precision: Precision,
         policy: Policy,
         replica_axis: Communicator = LONE_RANK,
-        sums_replicas_by: Collective = Collective.ALL_REDUCE,
         kept_shard: KeptShard | None = None,
     ) -> None:
         self.flat_param = flat_param = shard.flat_param
         self.storage = flat_param.shard_storage
-        if sums_replicas_by is not Collective.ALL_REDUCE:
-            self.sums_replicas_by = sums_replicas_by
         self.connect(comm, reduce_comm, replicas, replica_axis)
         self.layout = flat_param.make_layout(comm.world_size)
         self.unit_name = self.name = ""

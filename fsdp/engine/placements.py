@@ -314,10 +314,6 @@ class Placements:
         """Return the stages from the gradients of backwards to those that the optimizer steps with."""
         return stages(self.gradients, self.optimizer)
 
-    def collective_along(self, axis: Axis) -> Collective:
-        """Return the collective that reduces gradients along an axis, after a backward or before the step."""
-        return next(stage.collective for stage in stages(UNREDUCED, self.optimizer) if stage.axis is axis)
-
     @cached_property
     def keeps_parameters(self) -> bool:
         """True if parameters are kept less sharded than the optimizer state, from a step to the next."""

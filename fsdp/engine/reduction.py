@@ -20,15 +20,11 @@ from fsdp.distributed.collectives import Pending
 from fsdp.distributed.communicator import labelled, own_rank, reduced_scattered, summed
 from fsdp.engine.grad_buffer import divided
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.placements import Collective
 
 # A collective above this is limited by bandwidth, not by latency: it gains nothing from company.
 SMALL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
-
-# The stages along the replica axis, in steps.
-_STAGES = {Collective.ALL_REDUCE: summed, Collective.REDUCE_SCATTER: reduced_scattered}
 
 # Each step first waits for what the last one has started.
 Stages = Generator[None, None, None]
@@ -70,8 +66,8 @@ class Bucket:
             scattered = shards.pop()
             if not self.is_abandoned and _hold(handles, scattered):
                 return
-            along_replicas = _STAGES[first.sums_replicas_by]
-            summing = along_replicas(first.replica_axis, scattered, first.gradients.dtype, what, tag)
+            reduced = summed if first.is_replicated else reduced_scattered
+            summing = reduced(first.replica_axis, scattered, first.gradients.dtype, what, tag)
             del scattered
             shards = [(yield from _shown("all_reduce", name, summing)).to(first.sum_dtype)]
         if self.is_abandoned:

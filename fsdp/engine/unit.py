@@ -26,7 +26,7 @@ from fsdp.engine.names import clean_name
 from fsdp.engine.observers import NONE, Observers
 from fsdp.engine.originals import Places
 from fsdp.engine.phase import Phase
-from fsdp.engine.placements import Axis, Placements
+from fsdp.engine.placements import Placements
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.presentation import lenders
@@ -333,8 +333,7 @@ class Unit:
             handle = FlatParamHandle(shard, LONE_RANK, LONE_RANK, self.comm, precision, self.policy, self.comm)
         else:
             comms = self.comm, reduce_comm, self.replicas
-            along_replicas = self.axes[1], self.placements.collective_along(Axis.REPLICA)
-            handle = FlatParamHandle(shard, *comms, precision, self.policy, *along_replicas, kept_shard)
+            handle = FlatParamHandle(shard, *comms, precision, self.policy, self.axes[1], kept_shard)
         self.attach(handle)
         self.handles.append(handle)
         self.owned_handles.append(handle)

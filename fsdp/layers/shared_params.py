@@ -154,8 +154,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     shard = Shard(flat_param, places, (), new_orig_params, new_unsharded=handle.new_unsharded)
     comms = handle.comm, handle.reduce_comm, handle.replicas
     alike = None if kept is None else kept.alike()
-    along_replicas = handle.replica_axis, handle.sums_replicas_by
-    made = FlatParamHandle(shard, *comms, handle.precision, owner.policy, *along_replicas, alike)
+    made = FlatParamHandle(shard, *comms, handle.precision, owner.policy, handle.replica_axis, alike)
     owner.attach(made)
     follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
     return made
