@@ -96,9 +96,7 @@ class ForwardHooks:
         """The module has computed, or raised. Returns its output, cast if that was asked for."""
         unit = self._unit
         self.depth -= 1
-        if unit.runtime is None:
-            return None
-        if self.depth > 0 or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+        if self.depth > 0 or unit.runtime is None or unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return cast_floats(output, unit.precision.output)
         # torch calls this hook with None while it handles an exception of the forward.
         failed = output is None and sys.exc_info()[1] is not None

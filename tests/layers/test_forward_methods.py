@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import fsdp
-from fsdp import TrainingState, fully_shard, register_fsdp_forward_method
+from fsdp import MixedPrecisionPolicy, TrainingState, fully_shard, register_fsdp_forward_method
 from tests.helpers.equality import assert_close_state
 from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.models import Net, Wrap, keep
@@ -96,6 +97,17 @@ def test_without_it_the_error_under_fully_shard_names_weight_and_remedy() -> Non
     code = coder.encode(torch.ones(1, 6))
     register_fsdp_forward_method(coder, "decode")
     assert coder.decode(code).shape == (1, 6)
+
+
+@pytest.mark.parametrize("output_dtype", [None, torch.float64])
+@on_ranks(2)
+def test_a_method_of_a_unit_that_has_not_run_computes_with_lent_tensors(output_dtype: torch.dtype | None) -> None:
+    net = Net(lambda net, x: net.coder.encode(x), coder=Coder())
+    lent = {name: torch.full_like(param, 0.1) for name, param in net.named_parameters()}
+    expected = functional_call(net, lent, torch.ones(1, 6))
+    fully_shard(net.coder, mp_policy=MixedPrecisionPolicy(output_dtype=output_dtype))
+    register_fsdp_forward_method(net.coder, "encode")
+    assert torch.equal(functional_call(net, lent, torch.ones(1, 6)), expected.to(output_dtype or torch.float32))
 
 
 class Generating:
