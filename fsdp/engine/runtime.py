@@ -103,7 +103,7 @@ class Runtime:
         """Run all units inside of the root.
 
         Raises:
-            RuntimeError: if one has become a root itself.
+            RuntimeError: if one has become a root itself, or is in the middle of a forward or backward.
         """
         kind = type(self.root.module).__name__
         for name, unit in named_units:
@@ -114,9 +114,9 @@ class Runtime:
                     "root itself. Call the outermost unit first. (FullyShardedDataParallel has `_reset_lazy_init()` "
                     "for this, to be called on the inner one before the outer one is used.)"
                 )
+            if before is not None:
+                before.ensure_idle(f"become part of another {kind}")
         for name, unit in named_units:
-            if unit.runtime is not None:
-                unit.runtime.ensure_idle(f"become part of another {kind}")
             unit.runtime = self
             unit.rename(name)
             for handle in unit.handles:

@@ -547,6 +547,24 @@ def test_a_root_that_lost_a_unit_between_its_forward_and_its_backward(form: str)
     step(second)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_a_root_with_a_unit_of_a_root_that_runs(form: str) -> None:
+    child = sharded(nn.Linear(5, 4), form)
+    first, second = (sharded(nn.Sequential(child, nn.Linear(4, 2)), form) for _ in range(2))
+    step(first)
+
+    def run_second(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"cannot become part of another .* in the middle of a forward"):
+            second(inputs())
+
+    hook = first[1].register_forward_hook(run_second)
+    for _ in range(2):
+        step(first)
+    hook.remove()
+    step(second)
+
+
 # Moving and casting
 
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
