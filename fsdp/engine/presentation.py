@@ -161,7 +161,7 @@ class Presentation:
             own_dtype: the dtype of the shard, in which tensors may be lent.
         """
         self._leaves, self._absent = unsharded.leaves, unsharded.absent
-        for _, _, _, slot, entry in self._at:
+        for _, slot, entry in self._at.values():
             if isinstance(absent := self._absent[slot], Placeholder):
                 absent.listed = entry
         self._unsharded, self._own_dtype = unsharded, own_dtype
@@ -175,11 +175,11 @@ class Presentation:
             The numbers of parameters in whose places another tensor is now, which stays there.
         """
         changed, leaves, absent, lent = [], self._leaves, self._absent, self.lent
-        for attributes, module, name, slot, _ in self._at:
-            shown = attributes.get(name)
+        for place, (attributes, slot, _) in self._at.items():
+            shown = attributes.get(name := place[1])
             if shown is absent[slot]:
                 attributes[name] = leaves[slot]
-            elif shown is not leaves[slot] and (module, name) not in lent:
+            elif shown is not leaves[slot] and place not in lent:
                 changed.append(slot)
         self.look = Look.UNSHARDED
         return changed
@@ -190,7 +190,7 @@ class Presentation:
             self.list_shards()
         self.look = Look.SHARDED
         leaves, absent = self._leaves, self._absent
-        for attributes, _, name, slot, _ in self._at:
+        for (_, name), (attributes, slot, _) in self._at.items():
             if attributes.get(name) is leaves[slot]:
                 attributes[name] = absent[slot]
 
@@ -205,8 +205,9 @@ class Presentation:
             return changed
         self.look = Look.COMPUTING
         leaves, lent = self._leaves, self.lent
-        for _, module, name, slot, entry in self._at:
-            if (module, name) not in lent:
+        for place, (_, slot, entry) in self._at.items():
+            if place not in lent:
+                module, name = place
                 listed = module._parameters
                 if listed.get(name) is entry:
                     _put(listed, name, leaves[slot])
@@ -222,7 +223,7 @@ class Presentation:
             return
         self.look = Look.UNSHARDED
         leaves = self._leaves
-        for _, module, name, slot, entry in self._at:
+        for (module, name), (_, slot, entry) in self._at.items():
             listed = module._parameters
             if listed.get(name) is leaves[slot]:
                 _put(listed, name, entry)
@@ -235,16 +236,17 @@ class Presentation:
 
     def refill(self) -> None:
         """Put as attribute what belongs there now, whatever is there; lent tensors stay."""
-        for attributes, module, name, slot, _ in self._at:
-            if (module, name) not in self.lent:
-                attributes[name] = self.shown(slot)
+        for place, (attributes, slot, _) in self._at.items():
+            if place not in self.lent:
+                attributes[place[1]] = self.shown(slot)
 
     def reveal(self, slot: int) -> None:
         """Show a parameter that has its first values, where the buffer is the shard."""
         if isinstance(placeholder := self._absent[slot], ValuelessParameter):
             self._absent[slot] = leaf = self._leaves[slot]
-            for attributes, _, name, number, _ in self._at:
-                if number == slot and attributes.get(name) is placeholder:
+            for module, name, _ in self._places[slot]:
+                attributes = self._at[module, name][0]
+                if attributes.get(name) is placeholder:
                     attributes[name] = leaf
 
     def add(self, places: Sequence[ParamInfo], param: nn.Parameter) -> None:
@@ -257,11 +259,8 @@ class Presentation:
         """Make modules list the entries, and report other tensors that are put there."""
         numbers = {(place.module, place.name): slot for slot, used in enumerate(self._places) for place in used}
         listed = {(module, name): param for module, name, param in self.entries}
-        # The mapping of the module's attributes, the place, the parameter's number, and the shard that is listed there.
-        self._at = [
-            (attributes_seen_by(module), module, name, slot, listed.get((module, name)))
-            for (module, name), slot in numbers.items()
-        ]
+        # For each place: the mapping of the module's attributes, the parameter's number, and the shard that is listed.
+        self._at = {place: (attributes_seen_by(place[0]), slot, listed.get(place)) for place, slot in numbers.items()}
         self._flat = [(*at, param) for at, param in listed.items() if at not in numbers]
         for module, name in dict.fromkeys([*numbers, *listed]):
             listing = Listing.of(module)
@@ -282,14 +281,14 @@ class Presentation:
         for module, name, param in self.entries:
             if module._parameters.get(name) is param:
                 _put(module._parameters, name, None)
-        for _, module, name, _, _ in self._at if self.is_exposed else ():
+        for module, name in self._at if self.is_exposed else ():
             Listing.of(module).put(name, None)
 
     def expose(self, params: Sequence[nn.Parameter] | None) -> None:
         """List ordinary parameters, until `conceal`; None lists the shards as before."""
         self.is_exposed = True
         if params is not None:
-            for attributes, module, name, slot, _ in self._at:
+            for (module, name), (attributes, slot, _) in self._at.items():
                 attributes[name] = params[slot]  # a class may keep a cache of its parameters
                 del module.__dict__[name]
                 _put(module._parameters, name, params[slot])
@@ -322,8 +321,7 @@ class Presentation:
         Raises:
             RuntimeError: for values that modules cannot compute with.
         """
-        place = self._place(module, name)
-        if place is None:
+        if (module, name) not in self._at:
             if all(value is not param for own, known_as, param in self._flat if own is module and known_as == name):
                 raise RuntimeError(
                     f"'{name}' of {type(module).__name__} is a flat parameter, made of many: nothing can be put in its "
@@ -332,7 +330,7 @@ class Presentation:
                     f"`with model.summon_full_params():`. {_TO_EXPORT}"
                 )
             return value
-        slot, entry = place
+        _, slot, entry = self._at[module, name]
         self.touched |= {slot}
         if self._exposed:
             return value
@@ -357,7 +355,6 @@ class Presentation:
         Raises:
             RuntimeError: if the parameter is sharded. In its unit's forward it may be deleted, for that forward alone.
         """
-        place = self._place(module, name)
         if self.look is not Look.COMPUTING and not self.is_exposed:
             raise RuntimeError(
                 f"'{name}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
@@ -365,13 +362,8 @@ class Presentation:
                 "leave out torch's FullyShardedDataParallel around a sharded model, which flattens parameters again."
             )
         module.__dict__.pop(name, None)
-        if place is not None:
-            self.touched |= {place[0]}
-
-    def _place(self, module: nn.Module, name: str) -> tuple[int, nn.Parameter | None] | None:
-        """Return a parameter's number and listed entry, by a place of it; None for the place of a flat parameter."""
-        found = ((slot, entry) for _, own, known_as, slot, entry in self._at if own is module and known_as == name)
-        return next(found, None)
+        if (module, name) in self._at:  # else it is a flat parameter
+            self.touched |= {self._at[module, name][1]}
 
     def _is_own(self, slot: int, value: Any) -> bool:
         return value is self._leaves[slot] or value is self._absent[slot]
@@ -403,7 +395,7 @@ class Presentation:
         """Show a lent tensor as attribute, or the parameter again."""
         # A caller finds all places of a listed parameter by itself. A tensor for an unlisted one is shown in all places
         # of the parameter but those that were given a tensor of their own.
-        at = [(each, key) for _, each, key, number, entry in self._at if number == slot and entry is None]
+        at = [place[:2] for place in self._places[slot] if self._at[place[:2]][2] is None]
         self.lent.pop((module, name), None)
         others = [place for place in at if place != (module, name) and not self.lent.get(place)]
         if not is_lent and any(map(self.lent.get, at)):
@@ -432,8 +424,9 @@ class Presentation:
         """Return the numbers of the parameters in one of whose places another tensor is now."""
         leaves, absent = self._leaves, self._absent
         changed = set()
-        for attributes, module, name, slot, entry in self._at:
-            if (module, name) not in self.lent:
+        for place, (attributes, slot, entry) in self._at.items():
+            if place not in self.lent:
+                module, name = place
                 shown, listed = attributes.get(name), module._parameters.get(name)
                 is_shown = shown is leaves[slot] or shown is absent[slot]
                 if not is_shown or listed is not (leaves[slot] if self.look is Look.COMPUTING else entry):
@@ -485,9 +478,9 @@ class Presentation:
         """Take replacements out of the modules. An optimizer that was given a replacement raises an error."""
         for slot in slots:
             note_stale(self.replacement(slot), f"a new value of {self._places[slot][0].fqn}, kept in its shard")
-        for _, module, name, slot, entry in self._at:
-            if slot in slots and entry is None:
-                _put(module._parameters, name, None)
+            for module, name, _ in self._places[slot]:
+                if self._at[module, name][2] is None:
+                    _put(module._parameters, name, None)
         self.touched = self.touched.difference(slots)
         self.enter()
 
