@@ -123,6 +123,20 @@ def test_calls_grow_in_proportion_to_the_units_on_disk(tmp_path: Path) -> None:
     assert abs(bend_of(counts)) <= 60, counts
 
 
+@on_ranks(1)
+def test_calls_of_a_step_grow_in_proportion_to_the_units_that_are_kept_until_it() -> None:
+    counts = []
+    for number in (2, *SIZES):
+        options: dict[str, Any] = {"sharding_strategy": fsdp.ShardingStrategy.SHARD_OPTIM_GRADS}
+        layers = [FullyShardedDataParallel(nn.Linear(2, 2), Alone(), **options) for _ in range(number)]
+        model = FullyShardedDataParallel(nn.Sequential(*layers), Alone(), **options)
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        counts.append(calls_of(optimizer.step))
+    assert abs(bend_of(counts)) <= 60, counts
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("are_units", [True, False], ids=["units", "parameters of a unit"])
 @on_ranks(1)

@@ -640,9 +640,10 @@ class Runtime:
 
         All ranks step the same handles, so none of them has to be told that the parameters are gathered anew.
         """
-        kept = [u for u in self.units if u.placements.keeps_parameters or not u.policy.reshard_after_backward]
+        keeping = (u for u in self.units if u.placements.keeps_parameters or not u.policy.reshard_after_backward)
+        kept = {handle for unit in keeping for handle in unit.handles}
         for handle in handles if kept and not self.is_computing else ():
-            if any(handle in unit.handles for unit in kept):
+            if handle in kept:
                 handle.release()
 
     @property
