@@ -59,6 +59,7 @@ class ForwardHooks:
         self._unit, self._module = unit, module
         self._clear_autocast_cache, self._brings_inputs = clear_autocast_cache, brings_inputs
         self.depth = 0  # how many calls of the module are running; all but the first are parts of it
+        self._handled = 0  # the id of the exception that the caller of the first is handling
 
     def register(self) -> None:
         """Put the hooks on the module, for as long as the unit has it."""
@@ -80,7 +81,7 @@ class ForwardHooks:
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
         else:
-            self.depth = 1
+            self.depth, self._handled = 1, id(sys.exc_info()[1])
             if copies_saved_tensors():
                 self._refuse_copies()
             if not (lenders and self._unit.is_lent):  # else it has no part in this call
@@ -99,7 +100,7 @@ class ForwardHooks:
         if self.depth > 0 or unit.runtime is None or unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return cast_floats(output, unit.precision.output)
         # torch calls this hook with None while it handles an exception of the forward.
-        failed = output is None and sys.exc_info()[1] is not None
+        failed = output is None and id(sys.exc_info()[1]) != self._handled
         if not failed:
             output = map_tensors(partial(_outlive_buffers, unit.runtime.unsharded_after(unit)), output)
             if unit.runtime.participation.may_differ:

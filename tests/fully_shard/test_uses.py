@@ -144,6 +144,27 @@ def _step_aside(model: Any, inputs: Tensor) -> None:
     model.loss.pop().backward()
 
 
+class Silent(Aside):
+    """Returns None besides."""
+
+    def forward(self, inputs: Tensor) -> None:  # type: ignore[override]
+        super().forward(inputs)
+
+
+@on_ranks(2)
+def test_a_module_that_returns_nothing_is_called_while_an_exception_is_handled() -> None:
+    model, expected = seeded(Silent, ours()), seeded(Aside, ours())
+    _step_aside(expected, torch.ones(2, 5))
+    try:
+        raise ValueError("try again")
+    except ValueError:
+        model(torch.ones(2, 5))
+    model.loss.pop().backward()
+    for name, param in expected.named_parameters():
+        assert_same(local(model.get_parameter(name).grad), local(param.grad), name)
+    assert_at_rest(model)
+
+
 @on_ranks(2)
 def test_inner_modules_are_not_left_whole_by_forwards_without_backward() -> None:
     model: Any = uneven(ours())
