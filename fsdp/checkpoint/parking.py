@@ -180,8 +180,7 @@ def _note_places(handles: Iterable[FlatParamHandle]) -> None:
     """Note the new addresses of shards, or that they have none. All views of them have moved along."""
     for handle in handles:
         *_, handle._built_for = handle.shard_state
-        if handle.orig_params is not None:
-            handle.orig_params.note_places()
+        handle.listed.note_places()
 
 
 def _records(root: Unit) -> list[_Parked]:

@@ -341,6 +341,88 @@ class FlatParameter(ListedParameter):
         )
 
 
+class Listed:
+    """The parameters that modules list and optimizers step: a flat parameter, this rank's shard, itself.
+
+    `OrigParams` lists local shards of the original parameters instead, which are views of the shard, and follows what
+    users do with them. Here there is nothing to follow.
+
+    Args:
+        flat_param: the shard.
+        layout: of its parameters.
+        rank: the number of the shard.
+
+    Attributes:
+        params: the listed parameters.
+        absent: for each original parameter, what modules see while it is sharded; None: placeholders.
+        versions: the version of each, where the shard's own counter does not tell.
+    """
+
+    absent: list[Tensor] | None = None
+    versions: tuple[int, ...] = ()
+
+    def __init__(self, flat_param: FlatParameter, layout: Layout, rank: int) -> None:
+        self._flat_param, self._layout = flat_param, layout
+        self.params: list[nn.Parameter] = [flat_param]
+
+    def param_of(self, slot: int) -> nn.Parameter:
+        """The listed parameter that has the elements of an original one."""
+        return self._flat_param
+
+    @property
+    def requires_grad(self) -> list[bool]:
+        """A flag for each original parameter: it is trained."""
+        return [self._flat_param.requires_grad] * len(self._layout.slots)
+
+    @property
+    def zeroed(self) -> Sequence[int]:
+        """The numbers of those without a gradient: the user has dropped their accumulated gradients."""
+        return ()
+
+    def alias(self) -> None:
+        """Make them views of the shard, which may be another tensor now."""
+
+    def note_places(self) -> None:
+        """Note where they lie now: the shard's memory, with all views of it, is at another address."""
+
+    def absorb(self) -> Sequence[int]:
+        """Write to the shard the values that users have assigned to their ``.data``.
+
+        Return the numbers of the parameters of which it shows that they were written.
+        """
+        return ()
+
+    def follow_frozen(self) -> None:
+        """Train the shard if any of them is trained."""
+
+    def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
+        """This rank's shard, as a vector, of a value that is spread over ranks; None for an unsharded one."""
+        return None
+
+    def give_memory(self, slots: Iterable[int]) -> None:
+        """Show memory for parameters without values, where they show none until it is given."""
+
+    def collect_gradients(self) -> None:
+        """Follow changes of users to their gradients: zeroed (None) ones are zero in the shard's as well."""
+
+    def show_reduced(self, used: Sequence[int], missed: Sequence[int]) -> None:
+        """Show the gradients of a backward; those that autograd has given them by itself are in them."""
+
+    def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
+        """Give them their elements of the shard's gradient; those not `used` keep having none.
+
+        Args:
+            used: for each original parameter, whether anything was added to its gradient on any rank.
+            missed: the numbers of the parameters for which that was expected, and is true only for nonzero gradients.
+        """
+
+    def mark_unreduced(self, filled: Sequence[int]) -> None:
+        """Let missing gradients say why they are missing, of those parameters for which something is accumulated."""
+
+    def forget_zeroed(self) -> None:
+        """Free the shard's gradient if all were zeroed."""
+
+
 def refuse_unlike(params: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise ValueError unless one flat parameter can hold all of these."""
     for what in ("dtype", "device", "requires_grad", "grad_dtype"):

@@ -38,7 +38,7 @@ from fsdp.distributed.communicator import Tags, in_stage, labelled, own_rank, un
 from fsdp.distributed.gather_extension import gradient_values
 from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import InternalError, outside_modes
-from fsdp.engine.flat_param import ParamInfo, SharedParamInfo, keep_gradients_in
+from fsdp.engine.flat_param import Listed, ParamInfo, SharedParamInfo, keep_gradients_in
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided, refuse_gradient
 from fsdp.engine.gradient_hooks import IN_BACKWARD, GradientHooks
 from fsdp.engine.orig_params import OrigParams
@@ -84,8 +84,7 @@ class FlatParamHandle:
         on_gradient: called with the handle, a parameter's number and its leaf, whose gradient autograd has finished.
         places: for each parameter, where modules use it.
         presentation: the tensors that modules see and list in these places.
-        orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
-        listed_params: those, or `flat_param`: the parameters that optimizers step.
+        listed: what modules list and optimizers step: `flat_param`, or local shards of the original parameters.
         values: writes the shards of new values to `flat_param`.
         precision: the dtypes of computation and reduction.
         phase: the state of the unsharded buffer.
@@ -120,18 +119,16 @@ class FlatParamHandle:
         self.policy = policy
         self.passes, self.tags = _NO_PASSES, _NO_TAGS  # until a root numbers them
         self.places = [list(places) for places in shard.places]
-        new = shard.new_orig_params
-        self.orig_params: OrigParams | None = None if new is None else new(flat_param, self.layout, comm.rank)
+        self.listed: Listed = shard.new_listed(flat_param, self.layout, comm.rank)
         entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in shard.listed_at]
         for param, used in zip(self.orig_params.params, self.places, strict=True) if self.orig_params else ():
             entries += [(place.module, place.name, param) for place in used]
         self.presentation = Presentation(self.places, entries)
-        self.values = ShardValues(flat_param, self.layout, comm.rank, self.orig_params, self.presentation)
+        self.values = ShardValues(flat_param, self.layout, comm.rank, self.listed, self.presentation)
         self.precision = precision.for_param(flat_param)
         self.phase = Phase.SHARDED
         if kept_shard is not None:
             self.kept_shard = kept_shard
-        self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
         if shard.new_unsharded is not UnshardedParameters:
             self.new_unsharded = shard.new_unsharded
         self._looked_at: Any = None  # the versions of the shard, and of local shards, that `_absorb_shards` has seen
@@ -178,9 +175,17 @@ class FlatParamHandle:
     @property
     def requires_grad_each(self) -> list[bool]:
         """Return for each parameter whether it is trained."""
-        if self.orig_params is not None:
-            return self.orig_params.requires_grad
-        return [self.flat_param.requires_grad] * len(self.layout.slots)
+        return self.listed.requires_grad
+
+    @property
+    def listed_params(self) -> list[nn.Parameter]:
+        """The parameters that modules list and optimizers step."""
+        return self.listed.params
+
+    @property
+    def orig_params(self) -> OrigParams | None:
+        """The local shards of the original parameters; None where modules list `flat_param` itself."""
+        return self.listed if isinstance(self.listed, OrigParams) else None
 
     @property
     def valueless(self) -> frozenset[int]:
@@ -215,9 +220,8 @@ class FlatParamHandle:
     @property
     def shard_state(self) -> ShardState:
         """A value that changes when the shard is written, cast, moved or released."""
-        shard, listed = self.flat_param, self.orig_params
-        versions = () if listed is None else listed.versions
-        return shard._version, versions, (shard.dtype, self.storage.device, shard.numel(), shard.data_ptr())
+        shard = self.flat_param
+        return shard._version, self.listed.versions, (shard.dtype, self.storage.device, shard.numel(), shard.data_ptr())
 
     @property
     def state_in_use(self) -> ShardState:
@@ -274,8 +278,7 @@ class FlatParamHandle:
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
-        if self.orig_params is not None:
-            self.orig_params.alias()
+        self.listed.alias()
         self.presentation.wake()
         self.gradients = self._new_gradients()
         self._build()
@@ -284,8 +287,7 @@ class FlatParamHandle:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
         *_, self._built_for = self.shard_state
-        if self.orig_params is not None:
-            self.orig_params.follow_frozen()
+        self.listed.follow_frozen()
         self._note_frozen()
         if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), self.sum_dtype, self.storage.device):
             self.gradients.expect(self._trained)  # frozen or thawed in the middle of an accumulation
@@ -312,7 +314,7 @@ class FlatParamHandle:
             is_shard=is_shard,
             requires_grad=self._trained,
             on_gradient=partial(_report_gradient, weakref.ref(self)),
-            absent=self.orig_params.absent if self.orig_params is not None else None,
+            absent=self.listed.absent,
         )
         self.unsharded.name_unit(self.unit_name)
         self.presentation.use(self.unsharded, shard.dtype)
@@ -397,8 +399,8 @@ class FlatParamHandle:
         if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
             self._absorb_written()
         state = self.shard_state
-        if self.orig_params is not None and state[:2] != self._looked_at:
-            self._absorb_shards(self.orig_params)
+        if state[:2] != self._looked_at:
+            self._absorb_shards()
             state = self.shard_state
         return state
 
@@ -544,9 +546,8 @@ class FlatParamHandle:
 
     def begin_backward(self, sync: GradientSync) -> None:
         """Expect gradients, see `GradientBuffer.begin_backward`."""
-        if self.orig_params is not None:
-            self.gradients.forget(self.orig_params.zeroed)
-            self.orig_params.collect_gradients()
+        self.gradients.forget(self.listed.zeroed)
+        self.listed.collect_gradients()
         # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
         if self.flat_param.grad is None:
             self.gradients.drop()
@@ -602,8 +603,7 @@ class FlatParamHandle:
         """After all gradients of a backward are reduced, show those of the `used` parameters to optimizers."""
         if self.gradient_hooks is not None:
             self.gradient_hooks.run(used)
-        if self.orig_params is not None:
-            self.orig_params.show_reduced(used, self.gradients.missed)
+        self.listed.show_reduced(used, self.gradients.missed)
 
     def end_backward(self) -> None:
         """Call the users' hooks on accumulated gradients, if this backward has delivered any to them."""
@@ -612,8 +612,7 @@ class FlatParamHandle:
 
     def forget_zeroed(self) -> None:
         """Free the shard's gradient if the gradients of all local shards were zeroed."""
-        if self.orig_params is not None:
-            self.orig_params.forget_zeroed()
+        self.listed.forget_zeroed()
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
@@ -622,8 +621,7 @@ class FlatParamHandle:
             shard._has_unreduced = True
             if shard.grad is None:
                 shard.grad = unreduced_gradient(self.name, shard)
-            if self.orig_params is not None:
-                self.orig_params.mark_unreduced(filled)
+            self.listed.mark_unreduced(filled)
 
     @property
     def has_unreduced(self) -> bool:
@@ -640,8 +638,7 @@ class FlatParamHandle:
         shard._has_unreduced = False
         if isinstance(shard.grad, Placeholder) and shard.held_gradient is None:
             shard.grad = None
-        if self.orig_params is not None:
-            self.orig_params.show_gradients([False] * len(self.orig_params.params))
+        self.listed.show_gradients([False] * len(self.layout.slots))
         for leaf in self.unsharded.leaves:
             leaf.grad = None
 
@@ -663,8 +660,7 @@ class FlatParamHandle:
         with outside_modes():
             self._absorb_places()
             self._absorb_written()
-            if self.orig_params is not None:
-                self._absorb_shards(self.orig_params)
+            self._absorb_shards()
             self.follow_frozen()
 
     def absorb_noticed(self) -> None:
@@ -691,9 +687,9 @@ class FlatParamHandle:
             self._store(written, self.unsharded.new_value)
             self.unsharded.restore(written)
 
-    def _absorb_shards(self, orig_params: OrigParams) -> None:
+    def _absorb_shards(self) -> None:
         """Store the values that users have assigned to ``.data`` of local shards, or written to them."""
-        if written := orig_params.absorb():
+        if written := self.listed.absorb():
             self.values.renewed(written)
         self._looked_at = self.shard_state[:2]
 
@@ -719,8 +715,7 @@ class FlatParamHandle:
         for slot, leaf in enumerate(self.unsharded.leaves):
             if leaf.requires_grad is not self._trained[slot]:
                 self._freeze(slot, leaf.requires_grad)
-        if self.orig_params is not None:
-            self.orig_params.follow_frozen()
+        self.listed.follow_frozen()
         self.precision.check(self.name, self.flat_param.dtype, self.flat_param.requires_grad)
         self._note_frozen()
         self.unsharded.train(self._trained)
@@ -733,7 +728,7 @@ class FlatParamHandle:
     def _freeze(self, slot: int, needs: bool) -> None:
         """Follow a leaf whose `requires_grad` was set by a user, for instance inside of a forward."""
         if self.orig_params is not None:
-            self.orig_params.params[slot].requires_grad_(needs)
+            self.listed.param_of(slot).requires_grad_(needs)
         elif all(leaf.requires_grad is needs for leaf in self.unsharded.leaves):
             self.flat_param.requires_grad_(needs)
         else:
@@ -774,8 +769,7 @@ class FlatParamHandle:
             if self.kept_shard is not None:
                 self.kept_shard.comm = self.kept_shard.comm.for_device(device)
         *_, now = self.shard_state
-        if self.orig_params is not None:  # also at the same address, where memory that was freed may have come back
-            self.orig_params.alias()
+        self.listed.alias()  # also at the same address, where memory that was freed may have come back
         if now[:-1] != before[:-1] or (self.unsharded.is_shard and now != before):
             self.precision.check(self.name, shard.dtype, shard.requires_grad)
             self._build()

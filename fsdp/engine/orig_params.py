@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import memory_of
 from fsdp.engine.counted_data import bring_seen
-from fsdp.engine.flat_param import FlatParameter, ListedParameter
+from fsdp.engine.flat_param import FlatParameter, Listed, ListedParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
@@ -78,16 +78,15 @@ class LocalShard(ListedParameter):
         give_attributes(self, state)
 
 
-class OrigParams:
+class OrigParams(Listed):
     """The local shards of the original parameters of one flat parameter, and their gradients."""
 
     def __init__(self, flat_param: FlatParameter, layout: Layout, rank: int) -> None:
-        self._flat_param, self._layout, self._rank = flat_param, layout, rank
+        super().__init__(flat_param, layout, rank)
+        self._rank = rank
         self._grad: weakref.ref[Tensor] | None = None  # the shard's gradient, while local shards show it
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
-        self.params: list[nn.Parameter] = [
-            self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))
-        ]
+        self.params = [self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))]
         self._pointers: dict[int, int] = {}  # where each lies, as it was left
         self.alias()
 
@@ -103,8 +102,6 @@ class OrigParams:
         return param
 
     # `DTensorParams` overrides these: elements of a vector as a parameter shows them, and the other way round.
-
-    absent: list[Tensor] | None = None  # what modules see of parameters that are sharded; None: placeholders
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
         """The elements of a parameter in a vector like the shard, in the shape of the local shard."""
@@ -132,44 +129,27 @@ class OrigParams:
         """The elements of the gradient that a local shard has, from users, autograd or us."""
         return self.elements_of(self.params[slot].grad)  # type: ignore[arg-type]  # only for those that have one
 
-    def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
-        """This rank's shard, as a vector, of a value that is spread over ranks; None for an unsharded one."""
-        return None
-
-    def give_memory(self, slots: Iterable[int]) -> None:
-        """Show memory for parameters without values, where they show none until it is given."""
+    def param_of(self, slot: int) -> nn.Parameter:
+        return self.params[slot]
 
     @property
     def requires_grad(self) -> list[bool]:
-        """A flag for each parameter: it is trained."""
         return list(map(_needs_grad, self.params))
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The version of each, where the shard's own counter does not tell."""
-        return ()
-
     def alias(self) -> None:
-        """Make them views of the shard, which may be another tensor now."""
         shard = self._flat_param.detach()
         for slot in range(len(self.params)):
             self._have(slot, self._of(shard, slot))
 
     def note_places(self) -> None:
-        """Note where they lie now: the shard's memory, with all views of it, is at another address."""
         self._pointers = {slot: _pointer(param) for slot, param in enumerate(self.params)}
 
     def absorb(self) -> list[int]:
-        """Write to the shard the values that users have assigned to the ``.data`` of local shards.
-
-        Return the numbers of the parameters of which it shows that they were written.
-        """
         if given := {slot: self._assigned(slot) for slot in self._replaced()}:
             self._store(given)
         return []
 
     def follow_frozen(self) -> None:
-        """Train the shard if any of them is trained."""
         is_trained = True in self.requires_grad
         if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
             self._flat_param.requires_grad_(is_trained)
@@ -210,7 +190,6 @@ class OrigParams:
                 bring_seen(param, memory_of(before))
 
     def show_reduced(self, used: Sequence[int], missed: Sequence[int]) -> None:
-        """Show the gradients of a backward; those that autograd has given local shards by itself are in them."""
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
         if grad is not None and not isinstance(grad, Placeholder):
@@ -223,12 +202,6 @@ class OrigParams:
         self.show_gradients(used, missed)
 
     def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
-        """Give local shards their elements of the shard's gradient; those not `used` keep having none.
-
-        Args:
-            used: for each parameter, whether anything was added to its gradient on any rank.
-            missed: the numbers of the parameters for which that was expected, and is true only for nonzero gradients.
-        """
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
         if grad is not None and not isinstance(grad, Placeholder):
@@ -252,18 +225,15 @@ class OrigParams:
         return local, self._show(slot, local)
 
     def mark_unreduced(self, filled: Sequence[int]) -> None:
-        """Let missing gradients say why they are missing, of those parameters for which something is accumulated."""
         for slot, param in enumerate(self.params):
             if filled[slot] and param.grad is None:
                 param.grad = unreduced_gradient(param.fqn, param)  # type: ignore[attr-defined]  # both kinds have it
 
     @property
     def zeroed(self) -> list[int]:
-        """The numbers of those without a gradient: the user has dropped their accumulated gradients."""
         return [slot for slot, grad in enumerate(map(_grad_of, self.params)) if grad is None]
 
     def forget_zeroed(self) -> None:
-        """Free the shard's gradient if all were zeroed."""
         if self._flat_param.grad is not None and not self._has_gradient():
             self._flat_param.grad = None
 
@@ -271,7 +241,6 @@ class OrigParams:
         return any(map(operator.is_not, map(_grad_of, self.params), repeat(None)))
 
     def collect_gradients(self) -> None:
-        """Follow changes of users to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
         if self._flat_param.grad is None and not self._has_gradient():
             return
@@ -295,9 +264,6 @@ class OrigParams:
             elif _address(given[slot]) != _address(ours):
                 ours.copy_(given[slot])
                 param.grad = self._show(slot, ours)
-
-
-NewOrigParams = Callable[[FlatParameter, Layout, int], OrigParams]  # of a shard, its layout, and this rank
 
 
 _needs_grad = operator.attrgetter("requires_grad")

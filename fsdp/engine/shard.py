@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp.engine.flat_param import FlatParameter, ParamInfo
-from fsdp.engine.orig_params import NewOrigParams
+from fsdp.engine.flat_param import FlatParameter, Listed, ParamInfo
+from fsdp.engine.layout import Layout
 from fsdp.engine.unsharded_params import UnshardedParameters
 
 
@@ -19,7 +19,7 @@ class Shard:
     flat_param: FlatParameter
     places: Sequence[Sequence[ParamInfo]]  # where each original parameter is used, first the place that names it
     listed_at: Sequence[tuple[nn.Module, str]] = ()  # the modules, and names there, that list the flat parameter itself
-    new_orig_params: NewOrigParams | None = None  # makes the local shards that modules list in its place
+    new_listed: Callable[[FlatParameter, Layout, int], Listed] = Listed  # of it, its layout, and this rank
     is_kept: bool = True  # a few ranks may keep gathered parameters, see `KeptShard`
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # makes its unsharded parameters
     is_replicated: bool = False  # every rank has all of it

@@ -10,9 +10,8 @@ from torch.autograd.graph import increment_version
 
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import PLAIN, values_of
-from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.flat_param import FlatParameter, Listed
 from fsdp.engine.layout import Layout
-from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.presentation import Presentation
 
 
@@ -23,7 +22,7 @@ class ShardValues:
         flat_param: this rank's shard, whose fingerprints it takes over.
         layout: where each parameter is in it.
         rank: the number of the shard.
-        orig_params: the local shards, if modules list these.
+        listed: the parameters that modules list.
         presentation: shows parameters that have their first values to modules.
 
     Attributes:
@@ -36,11 +35,11 @@ class ShardValues:
         flat_param: FlatParameter,
         layout: Layout,
         rank: int,
-        orig_params: OrigParams | None,
+        listed: Listed,
         presentation: Presentation,
     ) -> None:
         self._flat_param, self._layout, self._rank = flat_param, layout, rank
-        self._orig_params, self._presentation = orig_params, presentation
+        self._listed, self._presentation = listed, presentation
         self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
 
     @property
@@ -58,7 +57,7 @@ class ShardValues:
         part, packing = self._flat_param.parts[slot], self._flat_param.packings[slot]
         with torch.no_grad():
             value = value if packing is None or is_dtensor(value) else packing.pack(value)  # a `DTensor` is of bytes
-            rows = None if self._orig_params is None else self._orig_params.local_shard_of(slot, value)
+            rows = self._listed.local_shard_of(slot, value)
             if rows is None:
                 value = values_of(value if part is None else part.to_local(self._layout.slots[slot].name, value))
                 self._layout.shard_of(slot, value, self._flat_param.vector, self._rank)
@@ -78,7 +77,7 @@ class ShardValues:
 
     def check(self, slot: int, value: nn.Parameter) -> None:
         """Raise ValueError for a value without values, or with another `requires_grad` than the parameter."""
-        name, listed = self._layout.slots[slot].name, self._orig_params
+        name = self._layout.slots[slot].name
         if value.is_meta:
             raise ValueError(f"{name} has no values now: what was assigned is on meta")
         packing = self._flat_param.packings[slot]
@@ -87,7 +86,7 @@ class ShardValues:
                 f"{name} has no values now: what was assigned lies in the memory of unsharded parameters, which was "
                 "freed; a copy (.clone()) would keep them"
             )
-        if value.requires_grad is not (self._flat_param if listed is None else listed.params[slot]).requires_grad:
+        if value.requires_grad is not self._listed.param_of(slot).requires_grad:
             raise ValueError(
                 f"{name} has requires_grad={value.requires_grad} now: set that on the parameters that the sharded "
                 "model lists, not on a new value"
@@ -123,8 +122,7 @@ class ShardValues:
         """The shard has this parameter's values now, if it had none."""
         if slot in self._flat_param.valueless:
             self._flat_param.valueless -= {slot}
-            if self._orig_params is not None:
-                self._orig_params.give_memory([slot])
+            self._listed.give_memory([slot])
             self._presentation.reveal(slot)
 
     def note_written(self, slots: Iterable[int]) -> None:

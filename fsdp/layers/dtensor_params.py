@@ -257,7 +257,7 @@ class DTensorParams(OrigParams):
         self._versions = self.versions
 
     @property
-    def versions(self) -> tuple[int, ...]:
+    def versions(self) -> tuple[int, ...]:  # type: ignore[override]
         return tuple(map(version_of, self.params))
 
     @property

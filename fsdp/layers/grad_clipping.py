@@ -183,8 +183,7 @@ def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> N
     """Move the gradients of shards to their parameters' device; raise RuntimeError if they are not reduced yet."""
     for handle in handles:
         handle.storage.check(handle.name)
-        if handle.orig_params is not None:
-            handle.orig_params.collect_gradients()  # what users zeroed or replaced
+        handle.listed.collect_gradients()  # what users zeroed or replaced
         handle.flat_param.bring_gradient()
         if handle.flat_param.has_unreduced:
             raise RuntimeError(

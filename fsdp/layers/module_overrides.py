@@ -241,8 +241,7 @@ class Conversions:
         tie_assigned(each for _, each in units_in(unit))
         for handle in (handle for each in units for handle in each.visible_handles):
             handle.absorb()
-            if handle.orig_params is not None:
-                handle.orig_params.collect_gradients()  # they follow the shard's
+            handle.listed.collect_gradients()  # they follow the shard's
             settle_fingerprints(handle)
         around = fn.args[0] if isinstance(fn, partial) and fn.func is _convert_tensor else None  # which is converted
         if unit.runtime is not None and (around is None or around.runtime is not unit.runtime):

@@ -316,7 +316,7 @@ class WrapperForm:
         suffixes = [str(number) for number in range(len(flat_params))]
         self._holder.hold(flat_params, places, suffixes, is_listed=not self._shows_originals)
         if self._shows_originals:
-            return [Shard(*one, new_orig_params=OrigParams) for one in zip(flat_params, places, strict=True)]
+            return [Shard(*one, new_listed=OrigParams) for one in zip(flat_params, places, strict=True)]
         # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
         at = [[(self._holder, name), (unit.module, name)] for name in self._holder.flat_param_names]
         return [Shard(*one) for one in zip(flat_params, places, at, strict=True)]

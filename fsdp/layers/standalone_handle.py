@@ -109,7 +109,7 @@ class StandaloneHandle(FlatParamHandle):
         take_over(found, [flat_param], name)
         places = list(found.values())
         if use_orig_params:
-            shard = Shard(flat_param, places, new_orig_params=OrigParams)
+            shard = Shard(flat_param, places, new_listed=OrigParams)
         else:
             shard = Shard(flat_param, places, [(module, _free_name(module))])
         predivide = Options().predivide_factor(comm.world_size)

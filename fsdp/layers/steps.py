@@ -62,7 +62,7 @@ class Rest:
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle, self.listed = handle, list(handle.listed_params)  # these have the gradients
-        has_rows = handle.orig_params is not None and is_dtensor(handle.orig_params.params[0])
+        has_rows = is_dtensor(handle.listed_params[0])
         self.tensors = self.listed if has_rows else [handle.flat_param]  # their versions count all writes to the shard
         self.version = _VERSION_OF_DTENSOR if has_rows else version_of  # returns the version of one of these
         self.left: list[Any] | None = None  # the versions after the last step; None before the first step
@@ -272,7 +272,7 @@ def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:
     """
     if root.comm not in (handle.comm, handle.replicas) or handle.is_local:
         return False
-    if handle.orig_params is None or is_dtensor(handle.orig_params.params[0]):
+    if handle.orig_params is None or is_dtensor(handle.listed_params[0]):
         return True
     ranks, slots = range(handle.comm.world_size), range(len(handle.layout.slots))
     return all(handle.layout.interval(slot, rank) is not None for slot in slots for rank in ranks)

@@ -281,9 +281,7 @@ def _leaves_of_all(inputs: Any) -> Any:
 
 def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
     """Return what autograd knows in the place of a shard, or a local shard."""
-    listed = [handle.flat_param] * len(handle.layout.slots) if handle.orig_params is None else handle.orig_params.params
-    slots = [slot for slot, each in enumerate(listed) if each is param]
-    return [handle.unsharded.leaves[slot] for slot in slots]
+    return [leaf for slot, leaf in enumerate(handle.unsharded.leaves) if handle.listed.param_of(slot) is param]
 
 
 class Replaced(NamedTuple):

@@ -480,7 +480,7 @@ def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
     handle.comm.all_gather(full, shard, what, tag).wait()
     shown: list[Tensor | None] = []
     for slot, (view, part) in enumerate(zip(handle.layout.unpack(full), handle.flat_param.parts, strict=True)):
-        has_none = handle.orig_params is not None and handle.orig_params.params[slot].grad is None
+        has_none = handle.listed.param_of(slot).grad is None
         shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
     return shown
 
@@ -511,5 +511,4 @@ def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None])
     # By `data`, which counts no writes: ranks write different numbers of parts, and compare how often they wrote.
     handle.storage.accept(handle.flat_param, shard.data)
     handle.storage.copy_stream.settle()
-    if handle.orig_params is not None:
-        handle.orig_params.show_gradients([gradient is not None for gradient in gradients])
+    handle.listed.show_gradients([gradient is not None for gradient in gradients])
