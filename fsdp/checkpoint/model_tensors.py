@@ -108,8 +108,7 @@ class SlotTensor:
     @property
     def param(self) -> nn.Parameter:
         """Return the parameter that an optimizer updates."""
-        original = self.handle.orig_params
-        return self.handle.flat_param if original is None else original.params[self.slot]
+        return self.handle.listed.param_of(self.slot)
 
     @property
     def held(self) -> Held | None:

@@ -341,7 +341,7 @@ class FlatParameter(ListedParameter):
         )
 
 
-class Listed:
+class ListedParameters:
     """The parameters that modules list and optimizers step: a flat parameter, this rank's shard, itself.
 
     `OrigParams` lists local shards of the original parameters instead, which are views of the shard, and follows what

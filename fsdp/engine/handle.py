@@ -38,7 +38,7 @@ from fsdp.distributed.communicator import Tags, in_stage, labelled, own_rank, un
 from fsdp.distributed.gather_extension import gradient_values
 from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import InternalError, outside_modes
-from fsdp.engine.flat_param import Listed, ParamInfo, SharedParamInfo, keep_gradients_in
+from fsdp.engine.flat_param import ListedParameters, ParamInfo, SharedParamInfo, keep_gradients_in
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided, refuse_gradient
 from fsdp.engine.gradient_hooks import IN_BACKWARD, GradientHooks
 from fsdp.engine.orig_params import OrigParams
@@ -119,7 +119,7 @@ class FlatParamHandle:
         self.policy = policy
         self.passes, self.tags = _NO_PASSES, _NO_TAGS  # until a root numbers them
         self.places = [list(places) for places in shard.places]
-        self.listed: Listed = shard.new_listed(flat_param, self.layout, comm.rank)
+        self.listed: ListedParameters = shard.new_listed(flat_param, self.layout, comm.rank)
         entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in shard.listed_at]
         for param, used in zip(self.orig_params.params, self.places, strict=True) if self.orig_params else ():
             entries += [(place.module, place.name, param) for place in used]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import memory_of
 from fsdp.engine.counted_data import bring_seen
-from fsdp.engine.flat_param import FlatParameter, Listed, ListedParameter
+from fsdp.engine.flat_param import FlatParameter, ListedParameter, ListedParameters
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
@@ -78,7 +78,7 @@ class LocalShard(ListedParameter):
         give_attributes(self, state)
 
 
-class OrigParams(Listed):
+class OrigParams(ListedParameters):
     """The local shards of the original parameters of one flat parameter, and their gradients."""
 
     def __init__(self, flat_param: FlatParameter, layout: Layout, rank: int) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp.engine.flat_param import FlatParameter, Listed, ParamInfo
-from fsdp.engine.layout import Layout
+from fsdp.engine.flat_param import FlatParameter, ListedParameters, ParamInfo
 from fsdp.engine.unsharded_params import UnshardedParameters
 
 
@@ -19,7 +18,7 @@ class Shard:
     flat_param: FlatParameter
     places: Sequence[Sequence[ParamInfo]]  # where each original parameter is used, first the place that names it
     listed_at: Sequence[tuple[nn.Module, str]] = ()  # the modules, and names there, that list the flat parameter itself
-    new_listed: Callable[[FlatParameter, Layout, int], Listed] = Listed  # of it, its layout, and this rank
+    new_listed: Callable[..., ListedParameters] = ListedParameters  # makes what modules and optimizers list
     is_kept: bool = True  # a few ranks may keep gathered parameters, see `KeptShard`
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # makes its unsharded parameters
     is_replicated: bool = False  # every rank has all of it

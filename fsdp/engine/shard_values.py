@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import PLAIN, values_of
-from fsdp.engine.flat_param import FlatParameter, Listed
+from fsdp.engine.flat_param import FlatParameter, ListedParameters
 from fsdp.engine.layout import Layout
 from fsdp.engine.presentation import Presentation
 
@@ -35,7 +35,7 @@ class ShardValues:
         flat_param: FlatParameter,
         layout: Layout,
         rank: int,
-        listed: Listed,
+        listed: ListedParameters,
         presentation: Presentation,
     ) -> None:
         self._flat_param, self._layout, self._rank = flat_param, layout, rank

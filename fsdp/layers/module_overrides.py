@@ -159,9 +159,8 @@ class Conversions:
         """Show the memory of the module's parameters without values."""
         inside = set(self._module.modules() if recurse else [self._module])
         for handle in handles:
-            if handle.orig_params is not None and handle.valueless:
-                here = [slot for slot in handle.valueless if any(one.module in inside for one in handle.places[slot])]
-                handle.orig_params.give_memory(here)
+            here = [slot for slot in handle.valueless if any(one.module in inside for one in handle.places[slot])]
+            handle.listed.give_memory(here)
 
     def _keeps_all(self, fn: Conversion) -> bool:
         """Return whether a conversion leaves every parameter and buffer as it is; flat parameters are not listed."""

@@ -138,7 +138,7 @@ def _backings(handle: FlatParamHandle, is_flat: bool, is_counted: bool) -> Itera
     # Each by itself: gaps between the parameters of a vector cannot be said. Local shards have no padding.
     groups = [slots] if handle.orig_params is None else [(slot,) for slot in slots]
     for number, group in enumerate(groups):
-        listed = handle.flat_param if handle.orig_params is None else handle.orig_params.params[number]
+        listed = handle.listed.param_of(number)
         padding = handle.layout.padding(rank) if handle.orig_params is None else 0
         is_one = handle.orig_params is not None or not is_flat
         yield (
