@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch.distributed as dist
@@ -33,14 +33,12 @@ def _not_stored_on_the_last_rank(original: Callable[..., Any]) -> Callable[..., 
     return store
 
 
-def _not_summed_over_replicas(original: dict[Any, Any]) -> dict[Any, Any]:
-    from fsdp.engine.placements import Collective
-
-    def summed(comm: Any, tensor: Tensor, *args: Any) -> Iterator[None]:
+def _not_summed_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
+    def summed(comm: Any, tensor: Tensor, *args: Any) -> Generator[None, None, Tensor]:
         return tensor
         yield
 
-    return original | {Collective.ALL_REDUCE: summed}
+    return summed
 
 
 def _forgotten(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,7 +90,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "clipping knows this rank's norm only": ("fsdp.layers.grad_clipping.over_all", _of_this_rank_alone),
     "the last rank does not load": ("fsdp.engine.shard_values.ShardValues.store", _not_stored_on_the_last_rank),
-    "replicas go apart": ("fsdp.engine.reduction._STAGES", _not_summed_over_replicas),
+    "replicas go apart": ("fsdp.engine.reduction.summed", _not_summed_over_replicas),
     "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
     "stale parameters are computed with": ("fsdp.engine.handle.FlatParamHandle.shard_state", _always_the_same),
     "leaves are built anew when a parameter is frozen": (
