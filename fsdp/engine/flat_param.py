@@ -342,10 +342,10 @@ class FlatParameter(ListedParameter):
 
 
 class ListedParameters:
-    """The parameters that modules list and optimizers step: a flat parameter, this rank's shard, itself.
+    """The parameters that modules list and optimizers step: in this class, the flat parameter itself.
 
     `OrigParams` lists local shards of the original parameters instead, which are views of the shard, and follows what
-    users do with them. Here there is nothing to follow.
+    users do with them. A flat parameter has nothing to follow. The docstrings of empty methods describe `OrigParams`.
 
     Args:
         flat_param: the shard.

@@ -109,8 +109,8 @@ def norm_over_ranks(
     each group of ranks, because each group trains different parameters.
 
     The `owned` tensors may belong to the units' parameters or to other parameters, and `beside` are the models'
-    `unsharded_parameters`. Errors contain `max_norm`, to which they are to be clipped, if at all; the messages of ranks
-    that clip to different norms do not match.
+    `unsharded_parameters`. With `max_norm`, the tensors are about to be clipped to this norm. Errors contain it, and
+    the messages of ranks that clip to different norms do not match.
 
     Raises:
         ValueError: for an invalid norm type, or if a unit spans ranks outside the root.

@@ -141,7 +141,7 @@ class Models:
     def norm(self, owned: Owned, norm_type: float, max_norm: float | None = None) -> Tensor:
         """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to.
 
-        It is to be clipped to `max_norm`, if at all.
+        With `max_norm`, the tensors are about to be clipped to this norm.
         """
         groups: dict[Any, list[Runtime]] = {}  # one exchange for those with the same ranks
         for runtime in self._runtimes:
