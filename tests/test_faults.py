@@ -20,7 +20,7 @@ from tests.helpers.workers import Ending
 
 pytestmark = pytest.mark.waiting
 
-SLOW = 6  # of those that are not quick, in a sample
+SLOW = 4  # of those that are not quick, in a sample
 # Kinds of which no rank dies or is waited for, but in some phases where a report of the watchdog is what finds them.
 QUICK = {
     "options",
