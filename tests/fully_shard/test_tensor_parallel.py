@@ -332,18 +332,3 @@ def test_a_norm_is_added_up_once(norm_type: float, numbers: int) -> None:
     with Counting(traffic := Traffic()):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
     assert traffic.values == numbers * 4
-
-
-@on_ranks(2)
-def test_modules_that_are_sharded_without_a_root_have_one_norm() -> None:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    plain = copy.deepcopy(model)
-    for layer in model:
-        fsdp.fully_shard(layer)
-    for each in (model, plain):
-        each(torch.ones(2, 4)).sum().backward()
-    with Counting(traffic := Traffic()):
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert_within("norm", whole(norm), nn.utils.clip_grad_norm_(plain.parameters(), 1.0), 1e-6)
-    assert traffic.values == 4

@@ -30,6 +30,7 @@ from tests.helpers.models import keep, nested_mlp
 from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded, trained_gradients
+from tests.helpers.traffic import Counting, Traffic
 from tests.layers.test_clip import backward, twins
 
 Twins = tuple[nn.Module, nn.Module]
@@ -123,6 +124,21 @@ def test_gradients_that_were_assigned_with_other_placements() -> None:
     assert_close(norms[0].full_tensor(), norms[1], "total norm")
     norms = [clip_grad_norm_(model.parameters(), 1e-2) for model in (sharded, plain)]
     assert_close(norms[0].full_tensor(), norms[1], "norm")
+
+
+@on_ranks(2)
+def test_modules_that_are_sharded_without_a_root_exchange_one_norm() -> None:
+    torch.set_default_dtype(torch.float64)
+    sharded, plain = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2))
+    sharded.load_state_dict(plain.state_dict())
+    for layer in sharded:
+        fsdp.fully_shard(layer)
+    for model in (sharded, plain):
+        model(torch.ones(2, 4)).sum().backward()
+    with Counting(traffic := Traffic()):
+        norm = clip_grad_norm_(sharded.parameters(), 1e-2)
+    assert_close(norm.full_tensor(), clip_grad_norm_(plain.parameters(), 1e-2), "norm")
+    assert traffic.values == torch.float64.itemsize
 
 
 @on_ranks(2)
