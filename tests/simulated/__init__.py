@@ -8,6 +8,7 @@ numbers of the CPU; a wait that is missing gives others, and NaN where memory wa
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -44,21 +45,27 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """Return the compiled device; several processes may ask at once."""
+    """Return the compiled device; if several processes ask at once, one compiles it."""
     text = _SOURCE.read_bytes() + f"{torch.__version__} {sys.version} {_FLAGS}".encode()
     folder = Path(tempfile.gettempdir()) / f"fsdp-simulated-device-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise RuntimeError(f"{folder} is somebody else's, whose code would be loaded: remove it, or set TMPDIR")
     library = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, also by the end of this process
+        if not library.exists():
+            _compile(library)
+    return library
+
+
+def _compile(library: Path) -> None:
     found = compiler()
     if found is None:
         raise RuntimeError("the simulated device needs a C++ compiler: install one, or say where it is in CXX")
     top = Path(torch.__file__).parent
     includes = [top / "include", top / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    part = library.with_suffix(f".{os.getpid()}")
+    part = library.with_suffix(".part")
     command = [found, *_FLAGS]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-I{each}" for each in includes)]
     command += [str(_SOURCE), "-o", str(part), f"-L{top / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
@@ -66,7 +73,6 @@ def build() -> Path:
     if done.returncode:
         raise RuntimeError(f"the simulated device does not compile with {found}: {done.stderr[-2000:]}")
     part.rename(library)
-    return library
 
 
 @cache
