@@ -63,6 +63,13 @@ def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Grou
             stacklevel=6,
         )
         return group
+    ours, theirs = ranks_of(group), ranks_of(given)
+    if ours and theirs and list(ours) != list(theirs):
+        raise ValueError(
+            f"process_group_reduce_scatter has the ranks {list(theirs)}, and parameters are sharded over the ranks "
+            f"{list(ours)}: each rank would get the gradients of another shard. Pass a group of the same ranks in the "
+            "same order."
+        )
     return given
 
 

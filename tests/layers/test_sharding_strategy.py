@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
-from fsdp import MixedPrecision, ShardingStrategy, auto_wrap_bn
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, auto_wrap_bn
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
 from tests.helpers.models import Net, nested_mlp
 from tests.helpers.on_ranks import on_ranks
@@ -176,6 +176,21 @@ def test_batch_norms_may_be_replicated() -> None:
     model(torch.randn(4, 5) + dist.get_rank()).sum().backward()
     assert model[1].sharding_strategy is NONE
     assert_replicas_agree(model)
+
+
+# Groups to reduce over
+
+
+@on_ranks(4)
+def test_gradients_are_not_reduced_over_other_ranks_than_those_that_share_the_parameters() -> None:
+    rank = dist.get_rank()
+    crossing = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    turned = dist.new_group([3, 2, 1, 0], sort_ranks=False)
+    for group, other in ((neighbours(2), crossing), (dist.group.WORLD, turned)):
+        module = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match="each rank would get the gradients of another shard"):
+            FullyShardedDataParallel(module, group, other)
+        fully_sharded(process_group=group)(module)(torch.ones(1, 4)).sum().backward()
 
 
 # Machines
