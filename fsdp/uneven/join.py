@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -151,7 +150,7 @@ class Joining:
     @uncompiled
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._visits.tell(Message(Kind.STEP, number)):
-            self._share_options(pickle.dumps(_options(optimizer)))
+            self._share_options(_options(optimizer))
 
     def _announce_before(self, owner: Any, number: int) -> None:
         original = owner.zero_grad
@@ -169,14 +168,15 @@ class Joining:
             owner.__dict__["zero_grad"] = zero_grad
             self._undo.append(undo)
 
-    def _share_options(self, payload: bytes) -> list[dict[str, Any]]:
-        given = [found for found in from_everyone(self._visits.talk.comms, payload) if found]
+    def _share_options(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Collective. Return the options of the ranks that step; a rank that has finished passes none."""
+        given = [found for found in from_everyone(self._visits.talk.comms, own) if found]
         if any(other != given[0] for other in given[1:]):
             raise RuntimeError(
                 "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "
                 "cannot know theirs. Set the same options of the optimizer on all ranks."
             )
-        return pickle.loads(given[0])
+        return given[0]
 
     def perform(self, event: Message) -> None:
         if event.kind == Kind.CLIP_NORM:
@@ -189,7 +189,7 @@ class Joining:
             owner.zero_grad(set_to_none=bool(event.argument))
         elif event.kind == Kind.STEP:
             optimizer = self._optimizers[event.subject]
-            for group, options in zip(optimizer.param_groups, self._share_options(b""), strict=True):
+            for group, options in zip(optimizer.param_groups, self._share_options([]), strict=True):
                 group.update({name: _taken(group.get(name), value) for name, value in options.items()})
             optimizer.step()
             if self._after_step is not None:

@@ -187,6 +187,21 @@ def test_finished_ranks_serve_a_checkpoint_inside_of_a_unit() -> None:
 
 
 @on_ranks(3)
+def test_a_rank_that_had_finished_steps_with_the_same_options_in_the_next_epoch() -> None:
+    model = fully_sharded(use_orig_params=True)(nn.Linear(5, 1))
+    weight, bias = model.parameters()
+    # The groups share the tuple of betas, until a rank takes the betas of another rank.
+    optimizer = torch.optim.Adam([{"params": [weight]}, {"params": [bias], "weight_decay": 0.1}])
+    for counts in ((1, 2, 2), (2, 2, 1)):
+        with fsdp.join(model, optimizer):
+            for _ in range(counts[dist.get_rank()]):
+                model(torch.ones(1, 5)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_at_rest(model)
+
+
+@on_ranks(3)
 def test_options_in_tensors_are_those_of_ranks_with_batches() -> None:
     plain, model = pair()
     train_plain(plain, decay=0.9)
