@@ -54,9 +54,10 @@ def take_states_of_first(
     with torch.no_grad():
         for tensor in (tensor for tensor, waits in zip(current, waiting, strict=True) if not waits):
             local = local_part(tensor).detach()
-            values = sent_by_first(ranks, local.to(device).contiguous())
+            values = sent_by_first(ranks, local.to(device).contiguous().resolve_conj())
             if values.data_ptr() != local.data_ptr():
-                local.copy_(values)
+                once = tuple(slice(None if stride else 1) for stride in local.stride())  # of an expanded tensor
+                local[once].copy_(values[once])
     return dict(zip(current, found.values(), strict=False))  # parameters are listed first
 
 

@@ -100,6 +100,19 @@ def test_buffers_and_frozen_parameters_are_sent_too(options: dict[str, Any]) -> 
 
 
 @on_ranks(2)
+def test_buffers_whose_elements_share_memory_or_are_conjugated() -> None:
+    own = dist.get_rank() + 1
+    module = nn.Linear(3, 3)
+    module.register_buffer("expanded", torch.full((3, 1), float(own)).expand(2, 3, 4))
+    module.register_buffer("conjugated", torch.full((2,), complex(own, own)).conj())
+    FullyShardedDataParallel(module, sync_module_states=True)
+    buffers: Any = dict(module.named_buffers())
+    assert buffers["expanded"].unique().tolist() == [1]
+    assert buffers["expanded"].stride() == (0, 1, 0)
+    assert buffers["conjugated"].tolist() == 2 * [1 - 1j]
+
+
+@on_ranks(2)
 def test_what_is_ignored_is_left_alone() -> None:
     module = Parts()
     model = FullyShardedDataParallel(
@@ -177,6 +190,19 @@ def test_what_has_no_memory_on_other_ranks_gets_some() -> None:
     assert list(changed) == list(module.parameters())
     expected = {"weight": 1, "bias": 0, "running_mean": 5, "running_var": 1, "num_batches_tracked": 0}
     assert {name: value.unique().item() for name, value in module.state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("options", [{"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+@on_ranks(2)
+def test_parameters_without_memory_keep_what_users_have_set_on_them(options: dict[str, Any]) -> None:
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        module: Any = nn.Linear(3, 3, dtype=torch.bfloat16)
+    module.bias.is_norm = True
+    module.weight.grad_dtype = module.bias.grad_dtype = torch.float32
+    model = FullyShardedDataParallel(module, sync_module_states=True, **options)
+    assert [getattr(param, "is_norm", False) for param in model.parameters()] == [False, True]
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.float32}
 
 
 @on_ranks(2)
