@@ -73,8 +73,10 @@ def _has(module: nn.Module, name: str) -> bool:
 
 def _knows(module: nn.Module | None, name: str) -> bool:
     """Return whether a module, or one that it wraps, has a name."""
-    while module is not None:
+    while isinstance(module, Wrapper):
         if _has(module, name) or (name in module.__dict__ and not name.startswith("_")):
             return True
-        module = module._wrapped() if isinstance(module, Wrapper) else None
-    return False
+        module = module._wrapped()
+    if module is None or name.startswith("_"):
+        return module is not None and _has(module, name)
+    return hasattr(type(module), name) or name in module.__dict__ or _has(module, name)

@@ -25,6 +25,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class Scaled(nn.Module):
+    is_doubled = False
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.activation = nn.Linear(3, 3), nn.Identity()
@@ -33,7 +35,15 @@ class Scaled(nn.Module):
         self._is_used = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.layer(x)) * self.scale + self.shift
+        return self.activation(self.layer(x)) * self.scale * (1 + self.is_doubled) + self.shift
+
+    @property
+    def level(self) -> float:
+        return self.scale / 2
+
+    @level.setter
+    def level(self, value: float) -> None:
+        self.scale = value * 2
 
 
 X = torch.linspace(-1.0, 1.0, 12).view(4, 3)
@@ -55,6 +65,18 @@ def test_what_the_module_has_is_assigned_to_it(name: str) -> None:
     around.scale, around.shift, around.activation = 2.0, torch.ones(3), nn.ReLU()
     assert torch.equal(around(X), expected)
     assert {"scale", "shift", "activation"}.isdisjoint(around.__dict__)
+
+
+@around_module
+def test_attributes_and_properties_of_the_modules_class_are_assigned_to_it(name: str) -> None:
+    module = Scaled()
+    _, around = _wrapped(name, module)
+    expected = around(X) * 6
+    around.is_doubled, around.level = True, 1.5
+    assert torch.equal(around(X), expected)
+    assert (module.is_doubled, module.scale, Scaled.is_doubled) == (True, 3.0, False)
+    del around.is_doubled
+    assert around.is_doubled is False
 
 
 @around_module
