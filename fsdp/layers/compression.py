@@ -218,19 +218,20 @@ class Compression:
             NotImplementedError: for an optimizer that keeps the state of other tensors (`OwnedOptimizer`).
             OtherRankError: with the reason, if another rank raises one of these errors.
         """
-        with during("stored_in()"):
-            trained = [handle for handle in self._feedback if handle.requires_grad]
-            check = partial(self._require_storage, optimizer, trained)
-            done_by_all([self._root.everyone], "store its feedback", check)
-            stored = []
-            for handle in trained:
-                for param, part in _by_param(handle, self._settle(handle)):
-                    if optimizer.state.get(param) or isinstance(optimizer, torch.optim.SGD):  # else no step has used it
-                        stored.append(param)
-                        state = torch.zeros_like(param, requires_grad=False)
-                        local_part(state).view(-1).copy_(part)
-                        optimizer.state[param][_KEY] = state
+        stored: list[nn.Parameter] = []
         try:
+            with during("stored_in()"):
+                trained = [handle for handle in self._feedback if handle.requires_grad]
+                check = partial(self._require_storage, optimizer, trained)
+                done_by_all([self._root.everyone], "store its feedback", check)
+                for handle in trained:
+                    for param, part in _by_param(handle, self._settle(handle)):
+                        # Without state, no step has used it yet.
+                        if optimizer.state.get(param) or isinstance(optimizer, torch.optim.SGD):
+                            stored.append(param)
+                            state = torch.zeros_like(param, requires_grad=False)
+                            local_part(state).view(-1).copy_(part)
+                            optimizer.state[param][_KEY] = state
             yield
         finally:
             for param in stored:  # a state_dict() that was taken inside keeps the former dictionary

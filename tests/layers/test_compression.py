@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, QuantizedGather, QuantizedReduce, ShardingStrategy, compress
 from fsdp.distributed.consensus import from_everyone
+from fsdp.layers.quantized_reduce import Feedback
 from tests.helpers.comm_hooks import average
 from tests.helpers.equality import assert_same_state
 from tests.helpers.forms import FORMS, full_state, inside, sharded
@@ -529,6 +531,26 @@ def test_parameters_that_no_step_has_used_have_no_feedback(tmp_path: Path) -> No
     assert not any("quantized_reduce_feedback" in state for state in optimizer.state.values())
     fsdp.load(tmp_path, model, optimizer)
     compression.load_from(optimizer)
+
+
+@on_ranks(2)
+def test_nothing_is_stored_if_the_errors_of_a_unit_cannot_be_added_up() -> None:
+    model = compressed("orig", reduce(4, feedback=True))
+    optimizer = torch.optim.Adam(model.parameters())
+    backward(model)
+    optimizer.step()
+    settle = Feedback.settle
+    outcomes = iter([settle])
+
+    def settle_once(feedback: Feedback) -> Tensor:
+        if (found := next(outcomes, None)) is None:
+            raise RuntimeError("the connection was closed")
+        return found(feedback)
+
+    stored = inside(model).compression.stored_in(optimizer)
+    with mock.patch.object(Feedback, "settle", settle_once), pytest.raises(RuntimeError, match="was closed"), stored:
+        pass
+    assert not any("quantized_reduce_feedback" in state for state in optimizer.state.values())
 
 
 @on_ranks(2)
