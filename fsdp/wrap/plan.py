@@ -33,6 +33,7 @@ from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import runtime_of
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
+from fsdp.engine.user_attributes import attributes_of, give_attributes
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers import offload
 from fsdp.layers.deferred_init import trust_values
@@ -274,13 +275,18 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
         is_param = isinstance(made, nn.Parameter)
         memo[id(param)] = new = made if is_param else nn.Parameter(made, requires_grad=param.requires_grad)
         new.grad_dtype = param.grad_dtype
+        give_attributes(new, attributes_of(param))  # which a policy or `group_by` may read
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     copied = copy.deepcopy(module, memo)
     for inner in copied.modules():
         inner.register_forward_pre_hook(_refuse_autocast)
-    named = {name: options[name] for name in ("ignored_modules", "ignored_parameters") if options.get(name)}
-    return copied, {name: [memo[id(part)] for part in parts] for name, parts in named.items()}
+    named = {}
+    for name in ("ignored_modules", "ignored_parameters"):
+        given = options.get(name)
+        parts = [given] if isinstance(given, (nn.Module, Tensor)) else given or ()
+        named[name] = [memo[id(part)] for part in parts if id(part) in memo]
+    return copied, named
 
 
 class _HostCopies(QueuedCopies):

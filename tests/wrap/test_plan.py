@@ -402,6 +402,23 @@ def test_ignored_modules_are_not_sharded() -> None:
     assert sum(unit.parameters for unit in plan.units) == sum(p.numel() for p in model.parameters()) - left_out
 
 
+def test_ignored_parts_are_given_as_to_the_wrapper() -> None:
+    model: Any = gpt()
+    expected = fsdp.plan(model, 2, ignored_modules=[model.blocks[0].mlp])
+    assert fsdp.plan(model, 2, ignored_modules=model.blocks[0].mlp) == expected
+    assert fsdp.plan(model, 2, ignored_modules=[model.blocks[0].mlp, nn.Linear(2, 2)]) == expected, "one is elsewhere"
+    one = fsdp.plan(model, 2, ignored_parameters=model.blocks[0].mlp.up.weight)
+    assert one == fsdp.plan(model, 2, ignored_parameters=[model.blocks[0].mlp.up.weight])
+
+
+def test_functions_see_what_users_have_set_on_parameters() -> None:
+    model = gpt()
+    for param in model.parameters():
+        param.kind = "vector" if param.dim() < 2 else "matrix"  # type: ignore[attr-defined]
+    plan = fsdp.plan(model, 2, group_by=lambda _, param: param.kind)
+    assert [unit.flat_parameters for unit in plan.units] == [2]
+
+
 @pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.bfloat16), (4, torch.float32)])
 def test_a_snapshot_of_sent_weights_has_the_planned_bytes(world_size: int, dtype: torch.dtype, ranks: RankPool) -> None:
     replicas = 2 if world_size == 4 else 1
