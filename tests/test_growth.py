@@ -7,10 +7,10 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp.layers.report import BACKWARD, FORWARD, WAIT, Record, Span, report_on
 from tests.helpers.forms import FORMS, sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
@@ -135,6 +136,58 @@ def test_calls_of_a_step_grow_in_proportion_to_the_units_that_are_kept_until_it(
         optimizer.step()
         counts.append(calls_of(optimizer.step))
     assert abs(bend_of(counts)) <= 60, counts
+
+
+def test_calls_of_a_report_grow_in_proportion_to_the_units() -> None:
+    counts = []
+    for number in (2, *SIZES):
+        units: Any = [SimpleNamespace(name=f"layers.{place}", handles=[]) for place in range(number)]
+        texts = [(kind, f"{what}{unit.name}") for unit in units for kind, what in SPANS]
+        spans = [Span(kind, text, time, time + 1) for time, (kind, text) in enumerate(texts)]
+        counts.append(calls_of(lambda spans=spans, units=units: report_on(units, [Record(0, spans, [(0, 1)])])))
+    assert abs(bend_of(counts)) <= 60, counts
+
+
+SPANS = ((WAIT, "all-gather of "), (FORWARD, ""), (WAIT, "reduce-scatter of "), (BACKWARD, ""))
+
+
+class Layers(nn.ModuleList):
+    """Each layer is a module that other ranks may not run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = fsdp.cond(layer, True, x)
+        return x
+
+
+@on_ranks(1)
+def test_calls_grow_in_proportion_to_the_modules_that_not_every_rank_runs() -> None:
+    counts = []
+    for number in (2, *SIZES):
+        layers = Layers(FullyShardedDataParallel(nn.Linear(2, 2), Alone()) for _ in range(number))
+        model = FullyShardedDataParallel(layers, Alone())
+        counts.append(calls_of(lambda model=model: model(torch.ones(1, 2)).sum().backward()))
+    assert abs(bend_of(counts)) <= 60, counts
+
+
+class Ignored(nn.Linear):
+    """Counts how often it is looked through."""
+
+    count = 0
+
+    def modules(self) -> Iterator[nn.Module]:
+        Ignored.count += 1
+        return super().modules()
+
+
+@on_ranks(1)
+def test_the_first_use_looks_through_an_ignored_module_once_and_not_for_each_unit() -> None:
+    ignored = Ignored(2, 2)
+    blocks = [nn.Linear(2, 2) for _ in range(8)]
+    model = fsdp.shard(nn.Sequential(ignored, *blocks), blocks, process_group=Alone(), ignored_modules=[ignored])
+    before = Ignored.count
+    model(torch.ones(1, 2)).sum().backward()
+    assert Ignored.count - before == 1
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -120,23 +120,31 @@ def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:
     """Return the report of the records of all ranks on units, the outermost first."""
     names = {unit.name for unit in units}
     waited = {name: dict.fromkeys((record.rank for record in records), 0) for name in (*names, OTHERS)}
-    for record in records:
+    passes: dict[str, list[list[Span]]] = {name: [[] for _ in records] for name in names}  # of each rank
+    for number, record in enumerate(records):
         for span in record.spans:
             if span.kind == WAIT:
-                _, _, of = span.name.partition(" of ")  # such as "all-gather of layers.3 in forward"
-                unit_name = next((name for name in names if of == name or of.startswith(f"{name} ")), OTHERS)
-                waited[unit_name][record.rank] += span.end - span.begin
-    reports = [_report(unit, records, waited[unit.name]) for unit in units]
+                waited[_waited_for(span.name, names)][record.rank] += span.end - span.begin
+            elif span.kind != STEP and span.name in passes:
+                passes[span.name][number].append(span)
+    reports = [_report(unit, records, passes[unit.name], waited[unit.name]) for unit in units]
     reports.append(UnitReport(OTHERS, 0, 0, 0, waited[OTHERS], 0, 0, None))
-    steps = sum(span.kind == FORWARD and span.name == units[0].name for span in records[0].spans)
+    steps = sum(span.kind == FORWARD for span in passes[units[0].name][0])
     return Report(steps, tuple(reports))
 
 
-def _report(unit: Unit, records: Sequence[Record], waited: Mapping[int, int]) -> UnitReport:
+def _waited_for(what: str, names: Collection[str]) -> str:
+    """Return the name of the unit that a text such as "all-gather of layers.3 in forward" names."""
+    words = what.partition(" of ")[2].split(" ")
+    # The longest: a name may consist of several words, and "root" may be a module in "root (Model)".
+    starts = (" ".join(words[:count]) for count in range(len(words), 0, -1))
+    return next((start for start in starts if start in names), OTHERS)
+
+
+def _report(
+    unit: Unit, records: Sequence[Record], passes: Sequence[Sequence[Span]], waited: Mapping[int, int]
+) -> UnitReport:
     handles = unit.handles
-    passes = [
-        [span for span in one.spans if span.kind in (FORWARD, BACKWARD) and span.name == unit.name] for one in records
-    ]
     skews, behind = [], {record.rank: 0 for record in records}
     for same in zip(*passes, strict=False):
         first = min(span.end for span in same)

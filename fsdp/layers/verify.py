@@ -285,7 +285,8 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
     refuse_held(root)
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
     # Parameters that were added to ignored modules later are ignored too.
-    ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}
+    every = frozenset[nn.Module]().union(*(unit.ignored.modules for unit in units))
+    ignored = {inner for module in every for inner in module.modules()}
     for path, module in root.named_modules():
         for attribute, param in module._parameters.items():
             if param is None or is_ours(param) or module in ignored or (module, attribute) in ours:

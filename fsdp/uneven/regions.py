@@ -18,9 +18,10 @@ regions therefore serve each other in turn, without knowledge of each other's gr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
+from itertools import chain
 from operator import or_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -36,7 +37,7 @@ from fsdp.engine.names import clean_name
 from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import Runtime, running, runtime_of
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.unit import NO_MODULES, TrainingState, Unit, unit_of, unit_of_wrapper
+from fsdp.engine.unit import NO_MODULES, ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_of
 from fsdp.uneven.messages import Kind, Message, Talk, bits_of
 
 
@@ -111,18 +112,12 @@ def position_at(place: int, level: int = 0, base: int = 0) -> int:
 class Region:
     """A module that not every rank runs."""
 
-    def __init__(self, number: int, module: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, number: int, module: nn.Module, handles: Mapping[nn.Module, Sequence[FlatParamHandle]]) -> None:
         self.number = number
-        inside = set(module.modules())
-        self.units = [unit for unit in units if unit.module in inside]
-        own = inside - {inner for unit in self.units for inner in unit.module.modules()}
+        self.units = [unit for unit in units_of(module.modules()) if not isinstance(unit.module, ModuleGroup)]
+        own = set(module.modules()).difference(*(unit.module.modules() for unit in self.units))
         # Parameters of the region that units around it shard: their gradients are reduced wherever it was run.
-        self.around = [
-            handle
-            for unit in units
-            for handle in unit.handles
-            if any(place.module in own for places in handle.places for place in places)
-        ]
+        self.around = {handle for inner in own for handle in handles.get(inner, ())}
         self.last: Visit | None = None  # of the last forward that reached it; None if no rank ran it
         # Of its units in forward (False) and in backward; the root's does not depend on the ranks that run the region.
         self.orders: dict[bool, ExecutionOrder[Unit]] = {False: ExecutionOrder(), True: ExecutionOrder()}
@@ -154,12 +149,16 @@ class Directory:
     def __init__(self, runtime: Runtime) -> None:
         self._root, self.units, self.handles = runtime.root, runtime.units, runtime.handles
         self._list_modules()
+        self._by_module: dict[nn.Module, list[FlatParamHandle]] = {}  # the handles of the parameters of each module
+        for handle in self.handles:
+            for place in chain.from_iterable(handle.places):
+                self._by_module.setdefault(place.module, []).append(handle)
         self.regions: dict[nn.Module, Region] = {}  # that were ever reached
 
     def region(self, module: nn.Module) -> Region:
         """The region that a module is, which must be in the root's."""
         if module not in self.regions:
-            self.regions[module] = Region(self._number(module), module, self.units)
+            self.regions[module] = Region(self._number(module), module, self._by_module)
         return self.regions[module]
 
     def region_of_number(self, number: int) -> Region:

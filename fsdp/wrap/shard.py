@@ -73,7 +73,7 @@ def _policy_of_names(module: nn.Module, units: tuple[Any, ...]) -> AutoWrapPolic
         is_class = isinstance(unit, type) and issubclass(unit, nn.Module)
         if not is_class and not isinstance(unit, nn.Module):
             raise ValueError(f"fsdp.shard takes nn.Module classes and modules as units, found {unit!r} among them.")
-        found = [each for each in inside if (isinstance(each, unit) if is_class else each is unit)]
+        found = [each for each in inside if isinstance(each, unit)] if is_class else [*inside.intersection([unit])]
         shown = _name(unit) if is_class else f"the {_name(type(unit))} among the units"
         if not found:
             raise ValueError(

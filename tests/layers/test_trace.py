@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from fsdp.distributed.communicator import Pending
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit, units_in
 from fsdp.layers import trace as tracing
-from fsdp.layers.report import BACKWARD, FORWARD, STEP, WAIT, Record
+from fsdp.layers.report import BACKWARD, FORWARD, STEP, WAIT, Record, Span, report_on
 from fsdp.layers.steps import Steps
 from tests.helpers.forms import sharded
 from tests.helpers.on_ranks import on_ranks
@@ -306,3 +307,12 @@ def test_misuse_is_told() -> None:
         model(torch.ones(1, 4))
     with pytest.raises(RuntimeError, match="has been recorded: make another one"), trace:
         pass
+
+
+def test_a_wait_is_of_the_unit_whose_whole_name_its_text_has() -> None:
+    names = ["root (Model)", "root", "a, b", "a"]
+    units: Any = [SimpleNamespace(name=name, handles=[]) for name in names]
+    texts = [f"all-gather of {name} in forward" for name in names] + ["sum of other things"]
+    spans = [Span(WAIT, text, 0, 10**place) for place, text in enumerate(texts)]
+    report = report_on(units, [Record(0, spans, [(0, 1)])])
+    assert [unit.waited[0] for unit in report.units] == [1, 10, 100, 1000, 10000]
