@@ -203,12 +203,12 @@ class FlattenParamsWrapper(Wrapper):
             values.append((places[0].fqn, found[0]))
         for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
             self._parameters[name] = flat_param
+        self._show_views()
         if keep_changes:
             # Only what is different: writing the rest would look to autograd like a change of saved weights.
             views = self.get_param_views([flat.detach() for flat in self.flat_params])
             for view, (fqn, value) in zip(views, values, strict=True):
                 self._keep(view, fqn, value)
-        self._show_views()
 
     @staticmethod
     def _keep(view: Tensor, fqn: str, value: Tensor | None) -> None:

@@ -499,6 +499,7 @@ def test_a_change_that_cannot_be_kept_is_named() -> None:
         wrapper = wrap()
         with pytest.raises(ValueError, match=rf"first\.weight.*{found}"), wrapper.unflatten_params():
             wrapper.module.first.weight = change
+        assert torch.equal(wrapper.module.first.weight, Net().first.weight)
         assert_same_state(wrapper.state_dict(), Net().state_dict())
         assert torch.equal(wrapper(INPUTS), Net()(INPUTS))
 
