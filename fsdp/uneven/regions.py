@@ -148,6 +148,8 @@ class Directory:
 
     def __init__(self, runtime: Runtime) -> None:
         self._root, self.units, self.handles = runtime.root, runtime.units, runtime.handles
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._numbers: dict[nn.Module, int] = {}
         self._list_modules()
         self._by_module: dict[nn.Module, list[FlatParamHandle]] = {}  # the handles of the parameters of each module
         for handle in self.handles:
@@ -163,6 +165,8 @@ class Directory:
 
     def region_of_number(self, number: int) -> Region:
         """The region that another rank named."""
+        if number >= len(self._modules):
+            self._list_modules()
         return self.region(self._modules[number][1])
 
     def name(self, number: int) -> str:
@@ -182,8 +186,11 @@ class Directory:
         return f"{kind.name.lower()} in fsdp.join"
 
     def _list_modules(self) -> None:
-        self._modules = list(self._root.module.named_modules())
-        self._numbers = {found: number for number, (_, found) in enumerate(self._modules)}
+        """Give numbers to modules that were added; the others keep theirs, which regions have."""
+        for name, found in self._root.module.named_modules():
+            if found not in self._numbers:
+                self._numbers[found] = len(self._modules)
+                self._modules.append((name, found))
 
     def _number(self, module: nn.Module) -> int:
         if module not in self._numbers:

@@ -558,3 +558,30 @@ def test_what_is_no_part_of_the_model_says_so() -> None:
         fsdp.cond(nn.Linear(3, 3), True, torch.ones(2, 3))
     with pytest.raises(ValueError, match="this Linear is not inside"):
         model(torch.ones(2, 3), lambda own, inputs: fsdp.cond(nn.Linear(3, 3), True, inputs))
+
+
+class Growing(nn.Module):
+    """A part that the first rank runs, behind parts without parameters that are added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added, self.part, self.exit = nn.ModuleList(), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (*self.added, self.part):
+            found = fsdp.cond(part, dist.get_rank() == 0, x)
+            x = x if found is None else found
+        return self.exit(x)
+
+
+@on_ranks(2)
+def test_parts_are_known_by_the_same_numbers_after_modules_were_added_before_them() -> None:
+    model = fsdp.shard(Growing(), {nn.Linear}, sync_module_states=True)
+    inputs, gradients = torch.ones(2, 4), []
+    for _ in range(2):
+        model(inputs).sum().backward()
+        gradients.append([None if param.grad is None else param.grad.clone() for param in model.parameters()])
+        model.zero_grad()
+        model.module.module.added.append(nn.Identity())
+    assert_close_state(*({str(place): each for place, each in enumerate(step)} for step in gradients))
+    assert_at_rest(model)
