@@ -151,6 +151,22 @@ def test_calls_of_a_report_grow_in_proportion_to_the_units() -> None:
 SPANS = ((WAIT, "all-gather of "), (FORWARD, ""), (WAIT, "reduce-scatter of "), (BACKWARD, ""))
 
 
+@pytest.mark.parametrize("is_after", [False, True])
+@on_ranks(1)
+def test_calls_of_the_first_use_grow_in_proportion_to_the_ties_between_units(is_after: bool) -> None:
+    counts = []
+    for number in (2, *SIZES):
+        model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(number)))
+        for first, second in zip(model[::2], model[1::2], strict=True) if not is_after else ():
+            second.weight = first.weight
+        for layer in (*model, model):
+            fully_shard(layer)
+        for first, second in zip(model[::2], model[1::2], strict=True) if is_after else ():
+            second.weight = first.weight
+        counts.append(calls_of(lambda model=model: model(torch.ones(1, 2)).sum().backward()))
+    assert abs(bend_of(counts)) <= 60, counts
+
+
 class Layers(nn.ModuleList):
     """Each layer is a module that other ranks may not run."""
 

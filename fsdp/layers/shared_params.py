@@ -268,10 +268,12 @@ def settle_shares(root: Unit, *, all_inside: bool) -> None:
     units = list(names)
     _refuse_wanted(names)
     tie_assigned(units)
-    for one in dict.fromkeys(one for unit in units for one in unit.shares):
+    shares = dict.fromkeys(one for unit in units for one in unit.shares)
+    around = _units_around(units) if shares else {}
+    for one in shares:
         missing = [member.name for member in one.members if member not in names]
         if not missing:
-            _move(one, _lowest_around(one.members, root, units))
+            _move(one, _lowest_around(one.members, root, around))
         elif all_inside:
             here = ", ".join(f"'{names[member]}'" for member in one.members if member in names)
             raise RuntimeError(
@@ -318,9 +320,19 @@ def _refuse_wanted(names: Mapping[Unit, str]) -> None:
             )
 
 
-def _lowest_around(members: Sequence[Unit], root: Unit, units: Sequence[Unit]) -> Unit:
+def _units_around(units: Iterable[Unit]) -> dict[Unit, dict[Unit, None]]:
+    """Return for each unit of a tree the units that contain it, itself included, inner before outer."""
+    found: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
+    for unit in reversed(found):
+        for _, inner in units_in(unit):
+            found[inner][unit] = None
+    return found
+
+
+def _lowest_around(members: Sequence[Unit], root: Unit, around: Mapping[Unit, Mapping[Unit, None]]) -> Unit:
     modules = {module for member in members for module in member.modules}
-    return next(unit for unit in reversed(units) if unit is root or not _reaches(root, modules, without=unit))
+    common = (unit for unit in around[members[0]] if all(unit in around[member] for member in members))
+    return next(unit for unit in common if unit is root or not _reaches(root, modules, without=unit))
 
 
 def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
