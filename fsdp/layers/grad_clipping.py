@@ -142,8 +142,9 @@ def norm_over_ranks(
     shares = [(tensor, copies(param)) for tensor, param in owned]
     comms = [*root.everyone, *(communicator(group, root.device) for group in parallel.groups.values())]
     # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
-    trained = [param for param in others if param.requires_grad]
-    dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
+    dtypes = {param.dtype for param in others if param.requires_grad}
+    dtypes |= {handle.kept_grad_dtype for handle in handles.values() if handle.flat_param.requires_grad}
+    dtype = torch.float64 if any(each.to_real() is torch.float64 for each in dtypes) else torch.float32
     local = _local_total(shares, norm_type, root.device, dtype)
     purpose = "" if max_norm is None else f", to be at most {max_norm:g}"
     what = f"the norm of gradients of order {norm_type:g}{purpose}"

@@ -92,6 +92,38 @@ def test_clips_parts_of_models_and_several_models(options: dict[str, Any]) -> No
     assert_close(*(linear.weight.grad for linear in plain_beside), "what is not sharded")
 
 
+class MixedDtypes(nn.Module):
+    """The first rank alone has an element of the float64 parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.linear = nn.Parameter(torch.ones(1, dtype=torch.float64)), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.scale.float()
+
+
+@on_ranks(2)
+def test_ranks_whose_elements_have_other_dtypes_agree_on_the_norm() -> None:
+    """As if an optimizer is given local shards with elements only."""
+    plain, sharded = MixedDtypes(), fully_sharded(use_orig_params=True)(MixedDtypes())
+    for model in (plain, sharded):
+        model(torch.ones(2, 4)).sum().backward()
+    given = [param for param in sharded.parameters() if param.numel()]
+    assert {param.dtype for param in given} == {torch.float32, torch.float64} or dist.get_rank() > 0
+    norms = [get_total_norm([param.grad for param in each]) for each in (list(plain.parameters()), given)]
+    norms += [clip_grad_norm_(given, 1e-2), clip_grad_norm_(plain.parameters(), 1e-2)]
+    assert {norm.dtype for norm in norms[1:3]} == {torch.float64}
+    for norm in norms:
+        torch.testing.assert_close(norm.double(), norms[0].double(), rtol=1e-6, atol=0.0)
+    for param in given:
+        param.grad = None
+    norm = sharded.clip_grad_norm_(1.0)  # the other rank has a gradient without elements left
+    assert norm == 0
+    assert norm.dtype is torch.float64
+
+
 @on_ranks(2)
 def test_rows_are_clipped_also_where_a_rank_has_none() -> None:
     torch.set_default_dtype(torch.float64)
