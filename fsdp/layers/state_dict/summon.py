@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import own_rank
-from fsdp.distributed.consensus import from_everyone, number_among, sent_by_first
+from fsdp.distributed.consensus import from_everyone, number_among, sent_by_first, told_by_all
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.dtensor import is_dtensor, local_part
 from fsdp.engine.flat_param import ParamInfo
@@ -469,19 +469,32 @@ def params_shown(unit: Unit, paths: Mapping[nn.Module, Sequence[str]]) -> dict[s
 
 
 def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
-    """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
-    require_reduced([handle], "show gradients")
-    grad = handle.flat_param.grad
-    if grad is None:
-        return [None] * len(handle.places)
-    shard = grad.detach().view(-1).to(handle.storage.device)
-    full = shard.new_empty(handle.layout.padded_numel)
+    """Collective. Return the unsharded reduced gradients, with memory of their own.
+
+    None for parameters of which no rank with elements has a gradient.
+    """
+    layout, slots = handle.layout, range(len(handle.places))
+
+    def own() -> tuple[None, list[bool]]:
+        require_reduced([handle], "show gradients")
+        return None, [handle.listed.param_of(slot).grad is not None for slot in slots]
+
+    _, told = told_by_all((handle.comm,), "show gradients", own)
+    holders = [[rank for rank in range(len(told)) if layout.interval(slot, rank)] or range(len(told)) for slot in slots]
+    has_gradient = [any(told[rank][slot] for rank in holders[slot]) for slot in slots]
+    if not any(has_gradient):
+        return [None] * len(slots)
+    grad, device = handle.flat_param.grad, handle.storage.device
+    if grad is None:  # other ranks have some
+        shard = torch.zeros(layout.shard_numel, dtype=handle.kept_grad_dtype, device=device)
+    else:
+        shard = grad.detach().view(-1).to(device)
+    full = shard.new_empty(layout.padded_numel)
     what, tag = f"all-gather of the gradient of {handle.name}", ("gradient", handle.tags.gather)
     handle.comm.all_gather(full, shard, what, tag).wait()
     shown: list[Tensor | None] = []
-    for slot, (view, part) in enumerate(zip(handle.layout.unpack(full), handle.flat_param.parts, strict=True)):
-        has_none = handle.listed.param_of(slot).grad is None
-        shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
+    for view, part, has in zip(layout.unpack(full), handle.flat_param.parts, has_gradient, strict=True):
+        shown.append((part.dtensor(view.clone()) if part else view.clone()) if has else None)
     return shown
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, get_fsdp_instances
@@ -119,6 +119,40 @@ def test_other_ranks_stay_sharded() -> None:
             assert [param.numel() for param in model.parameters()] == [9]
         else:
             assert model.module.weight.shape == (3, 5)
+
+
+class Single(nn.Module):
+    """The first rank alone has an element of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.scale + self.empty.sum()
+
+
+@on_ranks(2, timeout=60)
+def test_shows_the_gradients_of_ranks_that_have_elements() -> None:
+    """Users leave empty local shards out of optimizers, whose `zero_grad()` keeps the gradients of these."""
+    torch.manual_seed(0)
+    wrap = fully_sharded(use_orig_params=True)
+    model = wrap(nn.Sequential(wrap(Single()), nn.Linear(4, 4)))
+    trained = {name: param for name, param in model.named_parameters() if param.numel()}
+    optimizer = torch.optim.SGD(trained.values(), lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.zero_grad()
+    with model.summon_full_params(with_grads=True):
+        assert [name for name, param in model.named_parameters() if param.grad is not None] == ["0.empty"]
+    if dist.get_rank() == 0:
+        trained["0.scale"].grad = torch.full((1,), 3.0)
+    with model.summon_full_params(with_grads=True):
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        assert grads.keys() == {"0.scale", "0.empty"}
+        assert grads["0.scale"] == 3.0
+        grads["0.scale"].mul_(2.0)
+    if dist.get_rank() == 0:
+        assert trained["0.scale"].grad == 6.0
 
 
 @pytest.mark.parametrize("name", ["rank0_only", "volatile", "with_grads", "offload_to_cpu", "recurse"])
