@@ -69,6 +69,7 @@ def _clip_grad_norm(
     if (whole := models.whole) is not None:
         return models.shown(clip_by_norm(whole, max_norm, norm_type, error_if_nonfinite))
     models.prepare()
+    models.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
     grads = ((settled_gradient(param), param) for param in params)
     owned = [(grad, param) for grad, param in grads if grad is not None]
     norm = models.norm(owned, norm_type, max_norm)
@@ -127,6 +128,10 @@ class Models:
                 )
             runtime.ensure_idle(f"call {self._function}")
         require_reduced(self._handles)
+
+    def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        for runtime in self._runtimes:
+            runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
 
     def shown(self, norm: Tensor) -> Tensor:
         """A norm as torch gives it: of `DTensor`s it is one."""

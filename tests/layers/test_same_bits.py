@@ -224,6 +224,8 @@ def test_mistakes_in_a_step_are_errors() -> None:
         model.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match="clip by its method clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="clip by its method clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(next(model.parameters()), 1.0)
     with pytest.raises(NotImplementedError, match="fused=True rounds the last elements"):
         torch.optim.AdamW(model.parameters(), fused=True).step()
     with pytest.raises(ValueError, match=r"SameBits.mean\(\) got \[1, 2\] numbers"):
