@@ -104,9 +104,9 @@ def _plain_parent(model: nn.Module) -> nn.Module:
 def _average(decay: float, averages: Sequence[Tensor], weights: Sequence[Tensor], count: Any) -> None:
     # torch does not mix `DTensor`s and plain tensors, such as buffers and ignored parameters.
     averages, weights = [*map(local_part, averages)], [*map(local_part, weights)]
-    if averages[0].is_floating_point() or averages[0].is_complex():
+    if (averages[0].is_floating_point() and averages[0].itemsize > 1) or averages[0].is_complex():
         get_ema_multi_avg_fn(decay)(averages, weights, count)
-    else:  # integers and bytes of quantised parameters have no average
+    else:  # integers, and bytes and 8-bit floats of quantised parameters, have no average
         torch._foreach_copy_(averages, weights)
 
 

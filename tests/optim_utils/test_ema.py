@@ -300,6 +300,21 @@ def test_plain_tensors_beside_the_dtensors_of_fully_shard_are_averaged(plain: st
     assert_close_state({each: full_tensor(found[each]) for each in before}, before, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool], ids=str)
+@on_ranks(2)
+def test_frozen_values_without_an_average_are_copied(dtype: torch.dtype) -> None:
+    for wrap in (fsdp.fully_shard, FullyShardedDataParallel):
+        module = nn.Linear(3, 3)
+        frozen = torch.arange(6).to(dtype)
+        module.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+        model = wrap(module, **({"sync_module_states": True} if wrap is FullyShardedDataParallel else {}))
+        ema = fsdp.EMA(model, DECAY)
+        for _ in range(2):
+            ema.update_parameters(model)
+        found = fsdp.state_dict_utils.gather_state_dict(ema.module.state_dict())["frozen"]
+        assert torch.equal(found.view(torch.uint8), frozen.view(torch.uint8))
+
+
 @on_ranks(2)
 def test_shards_are_averaged_while_a_module_of_fully_shard_is_unsharded() -> None:
     torch.set_default_dtype(torch.float64)
