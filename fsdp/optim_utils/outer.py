@@ -111,9 +111,7 @@ class OuterOptimizer:
         wide = {param.dtype: torch.promote_types(param.dtype, torch.float32) for param in params}
         self._anchors = {id(param): _values(param).to(wide[param.dtype], copy=True) for param in params}
         self._momenta = {id(param): torch.zeros_like(self._anchors[id(param)]) for param in params}
-        self._loading: list[tuple[Any, dict[str, Any]]] = []
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._after_load)
+        _load_unchanged(optimizer)
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -191,24 +189,19 @@ class OuterOptimizer:
                 its optimizer can hold no state of it; on every rank of the replica, with the reason, if another fails.
         """
 
-        def find() -> list[Any]:
+        def store() -> dict[Any, dict[str, Tensor]]:
             self._require_own(optimizer)
             # torch's optimizers but SGD take no state of a parameter that lacks their own.
             takes_all = isinstance(optimizer, torch.optim.SGD) or not any(optimizer.state.values())
             found = [param for param in self._params if takes_all or optimizer.state.get(param)]
             self._require_nothing_else(found)
-            return found
+            return {param: self._state_of(param) for param in found}
 
         with during("OuterOptimizer.stored_in()"):
             everyone = [runtime.root.everyone for runtime, _ in _sharding(self._params)]
-            stored = done_by_all(dict.fromkeys(everyone), "store the state of an OuterOptimizer", find)
-        for param in stored:
-            for key, held in ((_ANCHOR, self._anchors), (_MOMENTUM, self._momenta)):
-                state = torch.zeros_like(param, dtype=held[id(param)].dtype, requires_grad=False)
-                local = local_part(state)
-                local.copy_(held[id(param)].view(local.shape))
-                optimizer.state[param][key] = state
-            optimizer.state[param][_STEP] = torch.tensor(self.steps, dtype=torch.float32, device="cpu")
+            stored = done_by_all(dict.fromkeys(everyone), "store the state of an OuterOptimizer", store)
+        for param, state in stored.items():
+            optimizer.state[param].update(state)
         try:
             yield
         finally:
@@ -218,22 +211,14 @@ class OuterOptimizer:
                 if not rest:
                     del optimizer.state[param]
 
-    def _before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Hook of `load_state_dict()`, which casts all state but "step" to the dtype of the parameter."""
-        params, numbers = (
-            [param for group in groups for param in group["params"]]
-            for groups in (optimizer.param_groups, state["param_groups"])
-        )
-        self._loading = [
-            (param, {key: value for key, value in state["state"].get(number, {}).items() if key in _KEYS})
-            for param, number in zip(params, numbers, strict=False)  # torch raises an error if one has more
-        ]
-
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        for param, values in self._loading:
-            if values:
-                optimizer.state[param].update(values)
-        self._loading = []
+    def _state_of(self, param: Any) -> dict[str, Tensor]:
+        found = {}
+        for key, held in ((_ANCHOR, self._anchors), (_MOMENTUM, self._momenta)):
+            found[key] = torch.zeros_like(param, dtype=held[id(param)].dtype, requires_grad=False)
+            local = local_part(found[key])
+            local.copy_(held[id(param)].view(local.shape))
+        found[_STEP] = torch.tensor(self.steps, dtype=torch.float32, device="cpu")
+        return found
 
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective over `group`. Take the state of the outer optimizer out of a loaded optimizer state.
@@ -282,6 +267,30 @@ class OuterOptimizer:
                 f"this OuterOptimizer has another inner optimizer than this {type(optimizer).__name__}: pass the "
                 "optimizer that it was constructed with"
             )
+
+
+def _load_unchanged(optimizer: torch.optim.Optimizer) -> None:
+    """Let `load_state_dict()` keep the dtypes of our state; it casts all but "step" to those of the parameters."""
+    ours: list[tuple[Any, dict[str, Any]]] = []
+
+    def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        params, numbers = (
+            [param for group in groups for param in group["params"]]
+            for groups in (optimizer.param_groups, state["param_groups"])
+        )
+        ours[:] = [
+            (param, {key: value for key, value in state["state"].get(number, {}).items() if key in _KEYS})
+            for param, number in zip(params, numbers, strict=False)  # torch raises an error if one has more
+        ]
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        for param, values in ours:
+            if values:
+                optimizer.state[param].update(values)
+        ours.clear()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Any]:

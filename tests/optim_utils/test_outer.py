@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -404,6 +408,38 @@ def test_state_that_one_rank_cannot_store_is_an_error_on_every_rank_of_the_repli
     with pytest.raises(RuntimeError, match=r"row\.weight has no state of the AdamW on this replica") as caught, storing:
         pass
     assert isinstance(caught.value, fsdp.OtherRankError) == (rank == 1)
+
+
+@on_ranks(2)
+def test_memory_that_one_rank_lacks_for_the_state_is_an_error_on_every_rank() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("site", "rank"))
+    model = fully_shard(nested_mlp(keep), mesh=mesh["rank"])
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=1)
+    train(model, optimizer, outer, range(1))
+    before = {param: dict(state) for param, state in optimizer.state.items()}
+    made = itertools.count()
+
+    def zeros_like(*args: Any, **options: Any) -> Tensor:
+        if next(made) == 3 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory for it")
+        return torch.empty_like(*args, **options).zero_()
+
+    storing = outer.stored_in(optimizer)
+    with patch.object(torch, "zeros_like", zeros_like), pytest.raises(RuntimeError, match="no memory for it"), storing:
+        pass
+    assert {param: dict(state) for param, state in optimizer.state.items()} == before
+    train(model, optimizer, outer, range(1, 2))
+
+
+@on_ranks(2)
+def test_an_optimizer_keeps_no_state_of_one_that_was_replaced() -> None:
+    mesh = mesh_of(2)
+    model = sharded("flat", mesh)
+    optimizer = ADAM(model.parameters())
+    former = weakref.ref(OuterOptimizer(optimizer, mesh["site"], every=2))
+    gc.collect()
+    assert former() is None
 
 
 @on_ranks(2)
