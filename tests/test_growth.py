@@ -9,13 +9,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
@@ -121,6 +122,19 @@ def test_calls_grow_in_proportion_to_the_units_on_disk(tmp_path: Path) -> None:
         layers = [FullyShardedDataParallel(nn.Linear(2, 2), Alone(), **options) for _ in range(number)]
         model = FullyShardedDataParallel(nn.Sequential(*layers), Alone(), **options)
         counts.append(calls_of(lambda model=model: [model(torch.ones(1, 2)).sum().backward() for _ in range(3)]))
+    assert abs(bend_of(counts)) <= 60, counts
+
+
+def test_calls_grow_in_proportion_to_the_tensors_that_make_room_for_others() -> None:
+    def stage_in_turn(stager: fsdp.StateDictStager, *trees: list[Tensor]) -> None:
+        for tree in (*trees, *trees):
+            stager.stage(tree)
+
+    counts = []
+    for number in (2, *SIZES):
+        trees = [[torch.ones(2) for _ in range(number)] for _ in range(2)]
+        stager = fsdp.StateDictStager(max_bytes=number * trees[0][0].nbytes)
+        counts.append(calls_of(partial(stage_in_turn, stager, *trees)))
     assert abs(bend_of(counts)) <= 60, counts
 
 

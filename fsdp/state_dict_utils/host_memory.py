@@ -57,7 +57,7 @@ class HostMemory:
     def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
         self._pin, self._share = pin, share
         self._max_bytes, self._wait_seconds = max_bytes, wait_seconds
-        # The blocks of each original, a list; the least recently taken first.
+        # The blocks of each original, a list; the one first that was not taken, or looked at, for longest.
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._held_bytes, self._lock = 0, threading.Lock()
         self._gone_bytes: deque[int] = deque()  # of storages that died, in any thread at any time, to be counted later
@@ -109,10 +109,12 @@ class HostMemory:
     def _evict(self, nbytes: int) -> bool:
         """Give up as many free blocks as it takes, and return True if there is room then."""
         most = (self._max_bytes or 0) - nbytes
-        for kept in list(self._kept.values()):
+        for _ in range(len(self._kept)):
             if self.held_bytes <= most:
                 return True
-            kept[:] = [block for block in kept if not block.is_free]
+            if (original := next(iter(self._kept), None)) is not None:
+                kept = self._kept[original] = self._kept.pop(original)  # the last one now, so that each is seen once
+                kept[:] = [block for block in kept if not block.is_free]
         return self.held_bytes <= most
 
     def _no_room(self, total: int) -> str:
