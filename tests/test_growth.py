@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
@@ -135,6 +136,17 @@ def test_calls_grow_in_proportion_to_the_tensors_that_make_room_for_others() -> 
         trees = [[torch.ones(2) for _ in range(number)] for _ in range(2)]
         stager = fsdp.StateDictStager(max_bytes=number * trees[0][0].nbytes)
         counts.append(calls_of(partial(stage_in_turn, stager, *trees)))
+    assert abs(bend_of(counts)) <= 60, counts
+
+
+@on_ranks(2)
+def test_calls_grow_in_proportion_to_the_units_with_groups_of_their_own() -> None:
+    own, counts = dist.new_group([dist.get_rank()], use_local_synchronization=True), []
+    for number in (2, *SIZES):
+        experts = [FullyShardedDataParallel(nn.Linear(2, 2), process_group=own) for _ in range(number)]
+        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), *experts), sync_module_states=True)
+        model(torch.ones(1, 2)).sum().backward()
+        counts.append(calls_of(model.sharded_state_dict))
     assert abs(bend_of(counts)) <= 60, counts
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -255,7 +255,7 @@ def match_groups(
                 first.setdefault(there, original.name)
         found.append(number if not group and number in empty else next(iter(first), None))
         places += [(number, there, name) for there, name in first.items()]
-    for (ours, theirs, name), (others, their_others, other) in combinations(places, 2):
+    for (ours, theirs, name), (others, their_others, other) in pairwise(places):  # in the order of `groups`
         is_same = (ours < others) == (theirs < their_others) and (ours == others) == (theirs == their_others)
         if not is_same and (has_groups or ours == others):
             problems.append(

@@ -365,7 +365,7 @@ def _two_layers() -> nn.Module:
 REGROUPED = [
     ((), (1,), "in parameter groups 0 and 1, and {} has them in groups 0 and 0"),
     ((1,), (1, 2), "in parameter groups 1 and 2, and {} has them in groups 1 and 1"),
-    ((2,), (1, -2), "in parameter groups 0 and 2, and {} has them in groups 0 and 0"),
+    ((2,), (1, -2), "in parameter groups 1 and 2, and {} has them in groups 1 and 0"),
     ((1,), (), "in parameter groups 0 and 0, and {} has them in groups 0 and 1"),
     ((1,), (2,), "in parameter groups 0 and 0, and {} has them in groups 0 and 1"),
     ((-1,), (3,), "and {} has them in groups 1 and 0: make it with the same groups in the same order"),

@@ -341,11 +341,11 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
     with for_each(units, lambda unit: _parts(unit, rank, unfit)) as shown:
         state = take()
         pairs = zip(units, shown, strict=True)
-        apart = [part._held for unit, parts in pairs if is_apart(unit, size_of(root.everyone)) for part in parts]
+        apart = {id(part._held) for unit, parts in pairs if is_apart(unit, size_of(root.everyone)) for part in parts}
     copies: dict[Any, Tensor] = {}  # tied tensors stay tied
     for key, value in state.items():
         if isinstance(value, TensorPart):
-            if any(value._held is held for held in apart):
+            if id(value._held) in apart:
                 value._held.apart.add(key)
         elif isinstance(value, Tensor):
             place = (local_part(value).data_ptr(), value.shape, value.stride(), value.dtype)
