@@ -351,6 +351,11 @@ def _beside(value: Any, param: Tensor) -> Any:
     return value.to(param.device) if isinstance(value, Tensor) and value.dim() else value
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, as a plain one that shares its memory."""
+    return (held_part(tensor) if is_dtensor(tensor) else tensor).detach().as_subclass(Tensor)
+
+
 class _Member:
     """An original parameter in a group, with the listed parameter and the stepped tensor.
 
@@ -380,13 +385,13 @@ class _Member:
     @property
     def elements(self) -> Tensor:
         """This rank's elements in the memory of the listed parameter, as a vector."""
-        return self._of(self.listed.param)
+        return self._of(_local(self.listed.param))
 
     @property
     def gradient(self) -> Tensor | None:
         """The gradient of these, in `grad_dtype`."""
         grad = self.listed.param.grad
-        return None if grad is None else self._of(grad).to(self.grad_dtype)
+        return None if grad is None else self._of(_local(grad).contiguous()).to(self.grad_dtype)
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -394,9 +399,8 @@ class _Member:
         param = self.listed.param
         return torch.promote_types(param.dtype, param.grad_dtype or param.dtype)
 
-    def _of(self, like: Tensor) -> Tensor:
-        flat = (held_part(like) if is_dtensor(like) else like).detach().as_subclass(Tensor).view(-1)
-        kept = self.interval
+    def _of(self, local: Tensor) -> Tensor:
+        flat, kept = local.view(-1), self.interval
         return flat[:0] if kept is None else flat[kept.offset : kept.offset + kept.numel]
 
     def show(self, with_gradient: bool) -> None:

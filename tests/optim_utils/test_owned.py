@@ -306,6 +306,26 @@ def test_values_that_a_hook_after_the_step_writes_are_stepped() -> None:
         twin.assert_has(values_of(model), f"step {step}")
 
 
+@on_ranks(2, timeout=60)
+def test_gradients_with_other_strides_are_stepped() -> None:
+    """As a program may assign them."""
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1.0}
+    stepped = []
+    for transposes in (False, True):
+        torch.manual_seed(0)
+        model = fsdp.fully_shard(nn.Linear(4, 6))
+        optimizer = OwnedOptimizer(model, [options])
+        model(torch.randn(2, 4)).square().sum().backward()
+        grad = model.weight.grad
+        local = grad.to_local().t().contiguous().t() if transposes else grad.to_local()
+        model.weight.grad = DTensor.from_local(
+            local, grad.device_mesh, grad.placements, shape=grad.shape, stride=grad.stride()
+        )
+        optimizer.step()
+        stepped.append(model.weight.full_tensor())
+    assert torch.equal(*stepped)
+
+
 @on_ranks(2)
 def test_copies_and_pickles_are_refused_with_a_remedy() -> None:
     model = talk(FORMS["fully_shard"])
