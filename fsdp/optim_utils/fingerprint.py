@@ -56,7 +56,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
     Raises:
         TypeError: for another model.
-        NotImplementedError: for tensor-parallel parameters.
+        NotImplementedError: for tensor-parallel parameters, and for buffers and state of other tensor classes.
         ValueError: for an optimizer's state that is neither of the shape of a shard nor a number.
         RuntimeError: inside a forward, backward or `summon_full_params`; if some ranks pass no optimizer, or another.
     """
@@ -78,7 +78,8 @@ def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | No
             handle.absorb()
     params = Parameters(model, root)
     refuse_tensor_parallel(params, "fsdp.fingerprint")
-    buffers = [Part(clean_name(name), "", _of_value(buffer), is_copy=True) for name, buffer in model.named_buffers()]
+    named = ((clean_name(name), buffer) for name, buffer in model.named_buffers())
+    buffers = [Part(name, "", _of_value(buffer, f"the buffer {name}"), is_copy=True) for name, buffer in named]
     found = [*weights_of(params), *buffers, *(() if optimizer is None else state_of(params, optimizer))]
     release(params.listed)
     return found
@@ -118,10 +119,11 @@ def state_of(params: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[P
             if is_tensor and value.shape == one.param.shape:
                 bits = _of_elements(one, original, value)
             elif is_tensor and not one.is_owned:
-                whose = f"this rank's shard of it {tuple(one.param.shape)}"
-                raise ValueError(odd_shape(key, original.name, value.shape, whose, ELEMENTWISE))
+                wanted = f"this rank's shard of it {tuple(one.param.shape)}"
+                raise ValueError(odd_shape(key, original.name, value.shape, wanted, ELEMENTWISE))
             else:
-                bits = _of_value(value) if one.replicas.rank == kept.start == 0 else 0
+                whose = f"the optimizer's state '{key}' of {original.name}"
+                bits = _of_value(value, whose) if one.replicas.rank == kept.start == 0 else 0
             yield Part(original.name, key, bits, _is_copied(one))
 
 
@@ -155,12 +157,12 @@ def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
     return text_bits(f"{dtype} {tuple(shape)}") * bits
 
 
-def _of_value(value: Any) -> int:
-    """Return the number of a value of any kind that is complete on a rank."""
+def _of_value(value: Any, whose: str) -> int:
+    """Return the number of a value of any kind that is complete on a rank; `whose` it is, for messages."""
     if not isinstance(value, Tensor):
         return text_bits(repr(value))
     if type(value := value.detach()) is not Tensor:
-        raise NotImplementedError(f"an optimizer's state is a {type(value).__name__}, whose bits are not known here")
+        raise NotImplementedError(f"{whose} is a {type(value).__name__}, whose bits are not known here")
     return text_bits(f"{value.dtype} {tuple(value.shape)}") * fingerprint_of_range(value, 0)
 
 

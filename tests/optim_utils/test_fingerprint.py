@@ -12,7 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp
 from fsdp.layers.fingerprints import fingerprint_of_range, fingerprint_of_rows
@@ -181,3 +182,11 @@ def test_an_optimizer_on_one_rank_only_is_an_error_on_every_rank() -> None:
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(TypeError, match="needs the outermost FullyShardedDataParallel"):
         fsdp.fingerprint(nn.Linear(2, 2))
+
+
+@on_ranks(2)
+def test_a_buffer_of_another_class_is_refused_by_its_name() -> None:
+    mesh, module = init_device_mesh("cpu", (2,)), nn.Linear(2, 2)
+    module.register_buffer("scale", distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+    with pytest.raises(NotImplementedError, match="the buffer scale is a DTensor"):
+        fsdp.fingerprint(fsdp.fully_shard(module, mesh=mesh))
