@@ -48,15 +48,17 @@ class Parameters:
                     self._by_param[id(one.param)] = one
                     places |= {(handle, original.slot): (one, original) for original in one.originals}
         numbered = [places[place] for unit in units for place in _in_order(unit) if place in places]
-        for name, param in wrapper.named_parameters():
+        list(wrapper.parameters())  # which stores a tensor that was assigned to a parameter in its shard
+        # Not the module's own: under `fully_shard` it lists unsharded parameters while modules are unsharded.
+        listed = dict(nn.Module.named_parameters(wrapper))
+        for name, param in listed.items():
             if not is_ours(param):
                 unsharded = Original(state_name(name), param.shape)
                 numbered.append((OptimParam(param, None, (unsharded,)), unsharded))
                 self._by_param[id(param)] = numbered[-1][0]
-        seen = map(self.of, wrapper.parameters())
-        self.listed = [one for one in seen if one is not None]
-        listed = set(self.listed)
-        self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
+        self.listed = [one for one in map(self.of, listed.values()) if one is not None]
+        known = set(self.listed)
+        self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in known}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
         self.by_name = {original.name: (one, original) for one, original in self.by_number.values()}
         for one, original in self.by_number.values():  # and by the other names of tied parameters

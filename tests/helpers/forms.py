@@ -37,6 +37,18 @@ def sharded(model: nn.Module, form: str, units: tuple[type[nn.Module], ...] = ()
     return wrap(model)
 
 
+def trained_rows(make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, torch.optim.Optimizer]:
+    """A model of `fully_shard` whose order of units is known, so that forwards leave the last one unsharded."""
+    torch.manual_seed(0)
+    model = sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "rows", (nn.Linear,))
+    optimizer = make_optimizer(model)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
 def _wrap_inside(model: nn.Module, units: tuple[type[nn.Module], ...], wrap: Wrap) -> None:
     for name, child in list(model.named_children()):
         _wrap_inside(child, units, wrap)

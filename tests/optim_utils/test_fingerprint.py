@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp
 from fsdp.layers.fingerprints import fingerprint_of_range, fingerprint_of_rows
+from tests.helpers.forms import trained_rows
 from tests.helpers.hybrid import group_option
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
@@ -169,6 +170,22 @@ def test_it_does_not_depend_on_units() -> None:
 def _shard_as_group(model: Any) -> nn.Module:
     fsdp.fully_shard([model[0], model[1]])
     return fsdp.fully_shard(model)
+
+
+@on_ranks(2)
+def test_it_is_of_shards_while_a_module_of_fully_shard_is_unsharded() -> None:
+    """As after a forward without a backward, when ``parameters()`` lists unsharded ones."""
+    model, optimizer = trained_rows(lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    expected = fsdp.fingerprint(model, optimizer)
+    model(torch.ones(1, 4))
+    assert {type(param) for param in model.parameters()} != {DTensor}
+    assert fsdp.fingerprint(model, optimizer) == expected
+    with torch.no_grad():  # which the unsharded ones do not follow
+        for param, state in optimizer.state.items():
+            param.add_(state["momentum_buffer"])
+    changed = fsdp.fingerprint(model, optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    assert fsdp.fingerprint(model, optimizer) == changed != expected
 
 
 @on_ranks(2)

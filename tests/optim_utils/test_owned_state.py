@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 import fsdp
 from fsdp import optim_utils
 from fsdp.optim_utils.state import flat_state, nested_state
 from tests.helpers.equality import assert_same
+from tests.helpers.forms import trained_rows
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import FORMS, Twin, backward, gradients_of, is_matrix, muon_and_adamw, owned, talk, train_both
 from tests.helpers.pairs import Case, parametrize_cases
@@ -302,3 +304,17 @@ def test_state_of_shards_along_a_later_dimension_goes_to_its_elements() -> None:
         given = expected if dist.get_rank() == 0 or not rank0_only else None
         optim_utils.load_full_optim_state_dict(third, fresh, given, rank0_only=rank0_only)
         assert_same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@on_ranks(2)
+def test_state_of_modules_that_a_forward_has_left_unsharded() -> None:
+    """Under `fully_shard`, ``parameters()`` lists unsharded parameters then."""
+    make = partial(fsdp.OwnedOptimizer, groups=[{"optimizer": torch.optim.AdamW}])
+    model, optimizer = trained_rows(make)
+    expected = optim_utils.full_optim_state_dict(model, optimizer, None)
+    model(torch.ones(1, 4))
+    assert {type(param) for param in model.parameters()} != {DTensor}
+    assert_same(optim_utils.full_optim_state_dict(model, optimizer, None), expected)
+    optim_utils.load_full_optim_state_dict(model, optimizer, expected)
+    again = make(model)
+    assert [type(param) for group in again.param_groups for param in group["params"]] == [DTensor] * 4
