@@ -52,6 +52,7 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.names import foreign_prefix, plain_name, prefix_problem
 from fsdp.engine.unit import Unit
+from fsdp.layers.listed_shards import named_shards
 from fsdp.layers.state_dict.full import stored_buffers
 from fsdp.optim_utils.state import groups_of
 
@@ -287,7 +288,7 @@ def _names_of(place: str, model: nn.Module, optimizer: Any) -> list[list[str]]:
             f"{place} numbers the parameters of an unsharded model, and flat parameters are several in one: shard with "
             "fully_shard or use_orig_params=True, or load the model alone, without the optimizer"
         )
-    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    names = {id(param): plain_name(name) for name, param in named_shards(model).items()}
     return [[names.get(id(param), "a parameter that the model does not have") for param in params] for params in groups]
 
 

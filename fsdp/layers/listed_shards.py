@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
 from fsdp.engine.originals import is_ours
@@ -13,6 +14,15 @@ from fsdp.engine.originals import is_ours
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def named_shards(model: nn.Module) -> dict[str, Any]:
+    """Return the parameters that modules list, by name.
+
+    Under `fully_shard`, a module's own ``named_parameters()`` lists unsharded parameters while modules are unsharded.
+    """
+    list(model.parameters())  # which stores a tensor that was assigned to a parameter in its shard
+    return dict(nn.Module.named_parameters(model))
 
 
 def shards_among(params: Iterable[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import paths_in, plain_name, state_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper, units_of
+from fsdp.layers.listed_shards import named_shards
 from fsdp.layers.state_requests import require_shards
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
@@ -48,9 +49,7 @@ class Parameters:
                     self._by_param[id(one.param)] = one
                     places |= {(handle, original.slot): (one, original) for original in one.originals}
         numbered = [places[place] for unit in units for place in _in_order(unit) if place in places]
-        list(wrapper.parameters())  # which stores a tensor that was assigned to a parameter in its shard
-        # Not the module's own: under `fully_shard` it lists unsharded parameters while modules are unsharded.
-        listed = dict(nn.Module.named_parameters(wrapper))
+        listed = named_shards(wrapper)
         for name, param in listed.items():
             if not is_ours(param):
                 unsharded = Original(state_name(name), param.shape)

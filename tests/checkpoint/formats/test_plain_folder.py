@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fsdp
 from fsdp import fully_shard
 from fsdp.checkpoint.cli import main
+from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.convert_formats import command, converted
 from tests.helpers.equality import assert_same
+from tests.helpers.forms import sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
 
@@ -89,6 +92,22 @@ def test_ranks_load_model_and_optimizer(tmp_path: Path, form: str, name: str, ki
     fsdp.load(tmp_path / "ours", other, others)
     assert_same(other.state_dict(), plain.state_dict())
     assert_same(others.state_dict(), its.state_dict())
+
+
+@on_ranks(2)
+def test_ranks_load_into_modules_that_a_forward_has_left_unsharded(tmp_path: Path) -> None:
+    folder = tmp_path / f"of_{torch.distributed.get_rank()}"
+    _, its = saved(folder)
+    model = sharded(linears(), "rows", (nn.Linear,))
+    optimizer = optimizer_of(model)
+    for _ in range(3):  # after which the order of units is known
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.zero_grad()
+    model(torch.ones(1, 3))
+    assert {type(param) for param in model.parameters()} != {DTensor}
+    fsdp.load(folder, model, optimizer)
+    found = {number: full_tensor(state["exp_avg"]) for number, state in optimizer.state_dict()["state"].items()}
+    assert_same(found, {number: state["exp_avg"] for number, state in its.state_dict()["state"].items()})
 
 
 @on_ranks(2)
