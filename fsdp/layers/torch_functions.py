@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad
 
-from fsdp.distributed.communicator import during, uncompiled
+from fsdp.distributed.communicator import during, some_of, uncompiled
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient
 from fsdp.distributed.switches import TORCH_FUNCTIONS, check_switches, is_off
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.originals import is_ours, owner_of
+from fsdp.engine.originals import is_ours, owner_of, taken_over
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.runtime import Runtime, reduce_deferred, runtimes
 from fsdp.layers.grad_clipping import (
@@ -61,6 +61,7 @@ def _clip_grad_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     params = _listed(parameters)
+    _refuse_left_out(params)
     reduce_deferred(param.owner for param in params if is_ours(param))
     models = _models_of(params, "clip_grad_norm_")
     if models is None:
@@ -198,6 +199,27 @@ def _models_of(params: Sequence[Any], function: str, *, of_values: bool = False)
             "outermost one. Run the model first, or call model.clip_grad_norm_() of the outermost wrapper."
         )
     return Models(params, function, handles) if len(unused) < len(shards) else None
+
+
+def _refuse_left_out(params: Iterable[Any]) -> None:
+    """Raise RuntimeError for parameters from before sharding, or of unsharded modules, whose shards have gradients."""
+    stale = [(param, taken) for param in params if (taken := taken_over(param)) is not None and param.grad is None]
+    if not stale:
+        return
+    shards: dict[Any, Any] = {}  # by ids of unsharded parameters, and by places in flat parameters
+    for handle in (handle for runtime in runtimes() for handle in runtime.handles):
+        for slot, leaf in enumerate(handle.unsharded.leaves):
+            shards[id(leaf)] = shards[handle.flat_param, slot] = handle.listed.param_of(slot)
+    found = [
+        (taken, shards.get(id(param) if taken.flat_param is None else (taken.flat_param(), taken.slot)))
+        for param, taken in stale
+    ]
+    if names := [taken.description for taken, shard in found if shard is not None and shard.grad is not None]:
+        raise RuntimeError(
+            f"clip_grad_norm_: {some_of(names)} get no gradients, but their shards do, which would be left out. The "
+            "list was made before the model was sharded, or between a forward and its backward: call the model's "
+            "parameters() each time, or make the list after sharding and between steps."
+        )
 
 
 def _parameters(runtime: Runtime) -> list[nn.Parameter]:

@@ -26,6 +26,7 @@ import fsdp
 from fsdp.testing import World, WorldError
 from tests.helpers.dtensor_twins import whole
 from tests.helpers.equality import assert_close
+from tests.helpers.forms import sharded, trained_rows
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.module_kinds import FORMS
 from tests.helpers.on_ranks import on_ranks
@@ -256,6 +257,38 @@ def test_a_parameter_that_is_not_sharded_has_a_gradient_on_one_rank() -> None:
     own = torch.zeros(()) if model.own.grad is None else model.own.grad.square().sum()
     dist.all_reduce(own)
     assert_close(whole(norm), (sum(squares) + own / 2).sqrt(), "the mean of the ranks, for what is not sharded")
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_parameters_from_before_sharding_are_refused(form: str) -> None:
+    """Their gradients are those of the shards, and would be left out."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = list(plain.parameters())
+    assert clip_grad_norm_(before, 1.0) == 0
+    model = sharded(plain, form, (nn.Linear,), **({"sync_module_states": True} if form != "rows" else {}))
+    model(torch.ones(2, 4))
+    assert clip_grad_norm_(before, 1.0) == 0  # of nothing
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_: .*weight of .* get no gradients"):
+        clip_grad_norm_(before, 1.0)
+    assert whole(clip_grad_norm_(model.parameters(), 1.0)) > 0
+
+
+@on_ranks(2)
+def test_parameters_from_between_a_forward_and_its_backward_are_refused() -> None:
+    model, _ = trained_rows(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    outputs = model(torch.ones(2, 4))
+    listed = list(model.parameters())
+    assert {type(param) for param in listed} != {DTensor}
+    assert whole(clip_grad_norm_(listed, 1.0)) == 0  # of nothing
+    model[1].requires_grad_(False)
+    outputs.sum().backward()
+    assert whole(clip_grad_norm_(listed, 1.0)) > 0  # of what is not frozen
+    model[1].requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_: weight of 1, unsharded.* get no gradients"):
+        clip_grad_norm_(listed, 1.0)
 
 
 @on_ranks(2)
