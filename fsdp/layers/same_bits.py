@@ -265,7 +265,7 @@ def _problems(unit: Unit, ranks: int) -> Iterator[str]:
             yield f"{handle.name} is sharded over {own} ranks, and the model over {ranks}"
         if any(part is not None for part in handle.flat_param.parts):
             yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
-        if handle.gradients.dtype.itemsize < torch.float32.itemsize:
+        if handle.gradients.dtype in (torch.float16, torch.bfloat16):
             yield f"{handle.name} is reduced in {handle.gradients.dtype}: give a reduce dtype of float32"
         fronts = [each for each in (handle.reduce_comm, handle.replica_axis) if isinstance(each, InFront)]
         if not all(isinstance(each, SumByMicroBatch) for each in fronts):

@@ -89,6 +89,21 @@ def _train_in_all_ways() -> dict[str, list[str]]:
     return found
 
 
+def test_bits_are_the_same_beside_frozen_integers(ranks: RankPool) -> None:
+    found = [ranks(world_size).run(_train_beside_integers)[0] for world_size in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+def _train_beside_integers() -> dict[str, list[Any]]:
+    found = {}
+    for form, wrap in FORMS.items():
+        model = writer()
+        model.register_parameter("codes", nn.Parameter(torch.arange(7, dtype=torch.int8), requires_grad=False))
+        sharded = wrap(model)
+        found[form] = train_same_bits(sharded, adamw(sharded), SameBits(sharded, 6), range(2))
+    return found
+
+
 @on_ranks(2)
 def test_what_is_replicated_is_compared_as_ever() -> None:
     with mock.patch.object(settings, "replicas_every", 1):
