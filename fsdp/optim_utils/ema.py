@@ -15,6 +15,7 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.engine.runtime import runtimes
 from fsdp.engine.unit import unit_of_wrapper, units_of
 from fsdp.layers.deferred_init import require_values
+from fsdp.layers.listed_shards import named_shards
 
 
 class EMA(AveragedModel):
@@ -58,7 +59,7 @@ class EMA(AveragedModel):
                 "the average as it is. Pass fsdp.join(..., after_step=lambda _: ema.update_parameters(model)) as well, "
                 "which they call"
             )
-        super().update_parameters(_plain_parent(model))
+        super().update_parameters(nn.ModuleList([model]))  # whose parameters() are `named_shards`
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
@@ -82,7 +83,7 @@ class EMA(AveragedModel):
                 _exchange(*pair)
 
     def _pairs(self, model: nn.Module, what: str) -> list[tuple[Tensor, Tensor]]:
-        ours, theirs = (list(_plain_parent(each).parameters()) for each in (self.module, model))
+        ours, theirs = (list(named_shards(each).values()) for each in (self.module, model))
         if [(average.shape, average.dtype) for average in ours] != [(param.shape, param.dtype) for param in theirs]:
             raise ValueError(
                 f"this average is of another model: it has {len(ours)} parameters on this rank, the "
@@ -92,12 +93,6 @@ class EMA(AveragedModel):
             for handle in unit.owned_handles:
                 handle.storage.check(what)  # torch's update writes to detached tensors, which a parked model ignores
         return list(zip(ours, theirs, strict=True))
-
-
-def _plain_parent(model: nn.Module) -> nn.Module:
-    """Return a module that lists the shards of a model, also while `model.parameters()` lists unsharded parameters."""
-    list(model.parameters())  # which stores a tensor that was assigned to a parameter in its shard
-    return nn.ModuleList([model])
 
 
 @torch.no_grad()
