@@ -297,7 +297,8 @@ class Accelerator(_PlainAccelerator):
                 f"{method}: only a single sharded model is supported, and {len(self._models)} models were prepared. "
                 "Save each with fsdp.save, in a separate folder."
             )
-        shards = {id(param) for param in self._models[0].parameters()}
+        # Under `fully_shard`, `parameters()` lists unsharded parameters while modules are unsharded.
+        shards = {id(param) for _, param in nn.Module.named_parameters(self._models[0])}
         for each in self._custom_objects:
             groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else ()
             if any(id(param) in shards for group in groups for param in group["params"]):

@@ -203,7 +203,7 @@ def _models_of(params: Sequence[Any], function: str, *, of_values: bool = False)
 
 def _refuse_left_out(params: Iterable[Any]) -> None:
     """Raise RuntimeError for parameters from before sharding, or of unsharded modules, whose shards have gradients."""
-    stale = [(param, taken) for param in params if (taken := taken_over(param)) is not None and param.grad is None]
+    stale = [(param, taken) for param in params if param.grad is None and (taken := taken_over(param)) is not None]
     if not stale:
         return
     shards: dict[Any, Any] = {}  # by ids of unsharded parameters, and by places in flat parameters

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardedGradScaler, fully_shard
+from fsdp import FSDPModule, FullyShardedDataParallel, ShardedGradScaler, fully_shard
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     FORMS,
@@ -382,14 +382,18 @@ def test_local_sgd_is_an_error_before_it_averages_different_shards(form: str) ->
             pass
 
 
+@pytest.mark.parametrize("form", ["flat", "fully_shard"])
 @on_ranks(2, timeout=PATIENCE)
-def test_a_registered_optimizer_of_shards_is_an_error(tmp_path: Path) -> None:
+def test_a_registered_optimizer_of_shards_is_an_error(tmp_path: Path, form: str) -> None:
     from fsdp.accelerate import Accelerator
 
     with as_launched():
         accelerator = Accelerator()
-        model = accelerator.prepare(sharded("llama"))
+        model = accelerator.prepare(sharded("llama", form))
         accelerator.register_for_checkpointing(optimizer_of(model))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()  # which lists unsharded parameters
         with pytest.raises(ValueError, match=r"a SGD of sharded parameters .* Pass it to prepare\(\) instead"):
             accelerator.save_state(tmp_path)
 
