@@ -225,7 +225,7 @@ class UnshardedTensor:
         if self.packing is not None:
             packed: Tensor = self.packing.pack_form(self.tensor)
             return packed
-        return local_part(self.tensor).detach().reshape(-1)
+        return _as_stored(local_part(self.tensor)).reshape(-1)
 
     def fill(self, read: Callable[[Tensor], None]) -> None:
         if self.tensor.is_meta:
@@ -238,13 +238,18 @@ class UnshardedTensor:
             self.packing.unpack_into(packed, self.tensor)
             return
         local = local_part(self.tensor.detach())
-        flat = local.contiguous().view(-1)
+        flat = _as_stored(local).contiguous().view(-1)
         read(flat)
-        if not local.is_contiguous():
+        if flat.data_ptr() != local.data_ptr():
             local.copy_(flat.view(local.shape))
         increment_version(self.tensor)
         if self.filled is not None:
             self.filled()
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory contains its values: `conj` conjugates, or negates, when a value is read."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 Target = SlotTensor | UnshardedTensor

@@ -125,6 +125,18 @@ def test_buffers_with_strides_are_saved_and_loaded(tmp_path: Path, stride: int) 
     assert torch.equal(other.some, model.some)
 
 
+@pytest.mark.parametrize("lazily", [torch.conj, lambda some: some.conj().imag, lambda some: some[0].conj().imag])
+def test_buffers_may_be_lazy_conjugates(tmp_path: Path, lazily: Any) -> None:
+    model, other, plain = nn.Module(), nn.Module(), nn.Module()
+    model.register_buffer("some", lazily(torch.tensor([1 + 2j, 3 - 4j])))
+    other.register_buffer("some", lazily(torch.zeros(2, dtype=torch.complex64)))
+    plain.register_buffer("some", torch.zeros_like(model.some).resolve_conj().resolve_neg())
+    fsdp.save(tmp_path / "run", model)
+    for one in (other, plain):
+        fsdp.load(tmp_path / "run", one)
+        assert torch.equal(one.some, model.some)
+
+
 def test_an_expanded_buffer_is_an_error_before_anything_is_loaded(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
