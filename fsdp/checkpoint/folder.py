@@ -192,6 +192,8 @@ class Destination:
             left = found(self.path)
             if left is not None:
                 os.rename(left, self.path)
+        elif is_left_behind(self.path):
+            remove(self.path)
         for folder in (self.folder, self.path + REPLACED):
             if os.path.lexists(folder):
                 # Another save may have removed the marker.

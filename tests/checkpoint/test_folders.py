@@ -169,6 +169,13 @@ def test_what_killed_saves_have_left_is_no_checkpoint_and_is_removed(tmp_path: P
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000003", "step-00000009.saving"]
 
 
+def test_a_step_whose_removal_was_killed_is_saved_again(tmp_path: Path) -> None:
+    fsdp.save(tmp_path, nested_mlp(), step=1)
+    (tmp_path / "step-00000001" / "checkpoint.json").rename(tmp_path / "step-00000001" / "not-a-checkpoint")
+    fsdp.save(tmp_path, nested_mlp(), step=1, values="again")
+    assert checkpoint.values(tmp_path / "step-00000001") == "again"
+
+
 # Where ranks see different folders
 
 
