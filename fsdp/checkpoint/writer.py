@@ -471,8 +471,14 @@ def _write_for(job: Future[Saved], place: Place, found: Plan, ranks: Ranks) -> N
 
 
 def _report(jobs: list[Future[Saved]]) -> None:
-    """Print the exception of the last job, because no later call can report it."""
-    for error in filter(None, (job.exception() for job in jobs)):
+    """Print the exception of the last job, when it ends, because no later call can report it."""
+    for job in jobs:  # without waiting: the garbage collector may call this in the thread of the job
+        job.add_done_callback(_print_error)
+
+
+def _print_error(job: Future[Saved]) -> None:
+    error = job.exception()
+    if error is not None:
         print("fsdp: a checkpoint could not be saved:", file=sys.stderr)
         traceback.print_exception(type(error), error, error.__traceback__)
 
@@ -484,7 +490,7 @@ class Saver(AbstractContextManager["Saver"]):
     for the next checkpoint.
 
     An error in the background is raised on every rank, by the next `save` or by `wait`. If neither is called, the
-    error is printed at exit. The interpreter does not exit before a checkpoint is written, but
+    error is printed. The interpreter does not exit before a checkpoint is written, but
     ``torch.distributed.destroy_process_group()`` must not be called before: use the saver in a ``with`` block, or call
     `wait`.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,6 +168,27 @@ def test_a_save_that_comes_too_early_waits_otherwise(tmp_path: Path) -> None:
         saver.save(tmp_path / "run", model, values=2)
         assert gate.is_set()
     assert fsdp.load(tmp_path / "run", model).values == 2
+
+
+def test_a_saver_may_end_before_its_save_in_any_thread(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gate = threading.Event()
+
+    def collect(*args: Any) -> Any:
+        gate.wait()
+        gc.collect()  # in the thread that writes, the garbage collector ends the saver
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saver: Any = Saver()
+    saver.cycle = saver
+    ended = weakref.ref(saver)
+    with mock.patch(write_parts, collect):
+        saver.save(tmp_path / "run", nested_mlp())
+        (job,) = saver._jobs
+        del saver
+        gate.set()
+        assert isinstance(job.exception(timeout=60), OSError)
+    assert ended() is None
+    assert "a checkpoint could not be saved" in capfd.readouterr().err
 
 
 @on_ranks(2)
