@@ -256,7 +256,7 @@ def new_place(path: str, own: re.Pattern[str] | None = None) -> Iterator[str]:
     """
     is_folder = own is not None
     place = os.path.realpath(path)
-    part = place + _WRITING
+    part, old = place + _WRITING, place + _REPLACED
     if os.path.lexists(place):
         if os.path.isdir(place) != is_folder:
             raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
@@ -265,13 +265,17 @@ def new_place(path: str, own: re.Pattern[str] | None = None) -> Iterator[str]:
             raise FileExistsError(f"{place} has other files in it ({some_of(others)}): it is not replaced")
     if os.path.lexists(part):
         raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
+    if is_folder and os.path.lexists(old):
+        raise FileExistsError(
+            f"{old} is in the way: a conversion that was killed has left the previous checkpoint there. Move it to "
+            f"{place} if nothing is there; otherwise remove it."
+        )
     os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
     try:
         yield part
         for name in os.listdir(part) if is_folder else ():
             sync(os.path.join(part, name))
         sync(part)
-        old = place + _REPLACED
         if is_folder and os.path.lexists(place):
             os.rename(place, old)
         os.replace(part, place)
@@ -279,6 +283,10 @@ def new_place(path: str, own: re.Pattern[str] | None = None) -> Iterator[str]:
             _remove(old)
         sync(os.path.dirname(place))
     except BaseException:
+        if is_folder:
+            if os.path.lexists(old) and not os.path.lexists(place):
+                os.rename(old, place)
+            _remove(old)
         _remove(part)
         raise
 

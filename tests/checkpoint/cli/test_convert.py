@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import types
@@ -163,6 +164,48 @@ def test_a_second_interrupt_while_it_cleans_up_leaves_nothing(
         signal.signal(signal.SIGINT, keyboard)
     assert (said.code, said.err.splitlines()[-1]) == (130, "fsdp: interrupted")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["os.rename", "os.replace", "shutil.rmtree"])
+@pytest.mark.parametrize("word", ["dcp", "safetensors"])
+def test_an_interrupt_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(
+    tmp_path: Path, capsys: Captured, origin: Path, word: str, step: str
+) -> None:
+    converted(origin, tmp_path / "new", "--to", word, "--dtype", "float64", "--only", "model")
+    converted(origin, tmp_path / "there", "--to", word)
+    expected = content(tmp_path / ("new" if step == "shutil.rmtree" else "there"))
+    shutil.rmtree(tmp_path / "new")
+    module, name = step.split(".")
+    function: Any = getattr(sys.modules[module], name)
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        for interrupt in interrupts:
+            raise interrupt
+        return function(*args, **options)
+
+    with mock.patch(step, interrupted):
+        arguments = (origin, tmp_path / "there", "--to", word, "--dtype", "float64", "--only", "model", "--overwrite")
+        assert command(capsys, "convert", *arguments).code == 130
+    assert os.listdir(tmp_path) == ["there"]
+    found = content(tmp_path / "there")
+    assert found.keys() == expected.keys()
+    assert word == "dcp" or found == expected  # whose metadata has the time
+    assert command(capsys, "convert", *arguments).code == 0
+    assert os.listdir(tmp_path) == ["there"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_a_killed_conversion_has_replaced_is_left_alone(
+    tmp_path: Path, capsys: Captured, origin: Path, is_there: bool
+) -> None:
+    for name in ("there", "there.replaced") if is_there else ("there.replaced",):
+        converted(origin, tmp_path / name, "--to", "dcp")
+    before = content(tmp_path)
+    said = command(capsys, "convert", origin, tmp_path / "there", "--to", "dcp", "--overwrite")
+    assert said.code == 2
+    assert "there.replaced is in the way: a conversion that was killed" in said.err
+    assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize("word", ["torch", "dcp"])
