@@ -77,6 +77,11 @@ class TensorSet:
     def planned(cls, stem: str, entries: list[Entry], max_file_bytes: int | None) -> TensorSet:
         return cls(stem, entries, plan(entries, stem, max_file_bytes))
 
+    @property
+    def own(self) -> dict[str, Entry]:
+        """Return the tensors, by name, of which this rank has values to write."""
+        return {entry.name: entry for entry in self.entries if entry.values is not None}
+
     def create(self, folder: str) -> None:
         for file in self.files:
             create(folder, file)

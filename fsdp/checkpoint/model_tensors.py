@@ -365,6 +365,7 @@ def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
     """Make sure that every shard is complete, not in use, and of this library."""
     require_shards(units, what)
+    inside = set(units)
     for module in model.modules():
         if any(kind.__module__ == _FSDP1 for kind in type(module).__mro__):
             raise TypeError(
@@ -373,7 +374,7 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
                 "in docs/leaving.md."
             )
         guarding = module.__dict__.get("_apply")
-        if isinstance(guarding, Conversions) and guarding.unit not in units:
+        if isinstance(guarding, Conversions) and guarding.unit not in inside:
             raise RuntimeError(
                 f"this {type(model).__name__} is a part of {guarding.unit.name}, which keeps its parameters in its own "
                 f"shards. {what.capitalize()} by the wrapper."

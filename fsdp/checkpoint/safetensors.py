@@ -536,20 +536,23 @@ def create(folder: str, file: PlannedFile) -> None:
 def write_parts(
     folder: str,
     files: Sequence[PlannedFile],
-    entries: Sequence[Entry],
+    entries: Mapping[str, Entry],
     advance: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Fragment]:
-    """Write this rank's parts into files that are there, have the disk keep them, and return their checksums."""
+    """Write this rank's parts of tensors, by name, into files that are there, and return their checksums.
+
+    In the end, the disk keeps them.
+    """
     with closing(ChecksumThreads()) as checksums:
         for file in files:
-            mine = [entry for entry in entries if entry.name in file.begins and entry.values is not None]
+            mine = [name for name in file.begins if name in entries]
             if not mine:
                 continue
             with opened_to_write(folder, file) as fd:
-                for entry in mine:
-                    for begin, memory in entry.chunks():
-                        checksums.add(entry.name, begin, memory)
-                        store_at(fd, memory, file.begins[entry.name] + begin)
+                for name in mine:
+                    for begin, memory in entries[name].chunks():
+                        checksums.add(name, begin, memory)
+                        store_at(fd, memory, file.begins[name] + begin)
                         advance(len(memory))
         return merged(checksums.take())
 

@@ -372,11 +372,12 @@ def _written(destination: Destination, found: Plan, ranks: Ranks, *, is_seen: bo
 
     def write_own() -> tuple[None, tuple[list[list[Fragment]], tuple[int, Any]]]:
         fragments: list[list[Fragment]] = [[] for _ in found.sets]
+        own = [each.own for each in found.sets]
         files = [(number, file) for number, each in enumerate(found.sets) for file in each.files] if is_seen else []
         # Ranks begin with different files: most file systems let one process write to a file at a time.
         first = number_among(ranks) * len(files) // size_of(ranks)
         for number, file in files[first:] + files[:first]:
-            fragments[number] += write_parts(destination.folder, [file], found.sets[number].entries)
+            fragments[number] += write_parts(destination.folder, [file], own[number])
         return None, (fragments, (own_rank(), found.generators))
 
     _, heard = told_by_all(ranks, f"write to {destination.folder}", write_own)

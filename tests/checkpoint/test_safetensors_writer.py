@@ -56,7 +56,7 @@ def test_the_disk_begins_to_store_large_blocks_at_once(tmp_path: Path, error: OS
     (file,) = plan(entries, "model")
     create(str(tmp_path), file)
     with mock.patch("os.posix_fadvise", side_effect=error) as advise:
-        write_parts(str(tmp_path), [file], entries)
+        write_parts(str(tmp_path), [file], {entry.name: entry for entry in entries})
     ((_, begin, count, _), _), *others = advise.call_args_list
     assert (begin, count, others) == (file.begins["large"], 3 << 20, [])
     assert_same(load_file(tmp_path / file.name), values)

@@ -173,7 +173,7 @@ def write_ours(path: str, content: Content, *, max_file_bytes: int | None, advan
 
 def _written(folder: str, each: TensorSet, advance: Advance) -> TensorFiles:
     each.create(folder)
-    return each.written(write_parts(folder, each.files, each.entries, advance))
+    return each.written(write_parts(folder, each.files, each.own, advance))
 
 
 def write_safetensors(path: str, content: Content, *, max_file_bytes: int | None, advance: Advance) -> None:

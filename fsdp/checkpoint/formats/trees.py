@@ -323,7 +323,8 @@ def optimizer_state(
         raise ValueError(
             f"{path}: the optimizer has {unknown[0]}, and the model has not. Convert without it (--only model)."
         )
-    strangers = [name for name in states if name not in held]
+    in_groups = set(held)
+    strangers = [name for name in states if name not in in_groups]
     if strangers:
         raise ValueError(f"{path}: the optimizer has state of {some_of(strangers)}, which are in none of its groups")
     state = NamedState(path)
