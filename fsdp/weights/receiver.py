@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ class Update:
         for link in self._links:
             link.send(Kind.ACCEPTED)
         kept = self._memory()
-        sizes = [sum(self._sizes(number)) for number in range(len(self.plan.buckets))]
-        staging = torch.empty(0 if self._are_shared else max(sizes, default=0), dtype=torch.uint8, device="cpu")
+        most = 0 if self._are_shared else max(map(sum, self._sizes), default=0)
+        staging = torch.empty(most, dtype=torch.uint8, device="cpu")
         arriving = self._start(pool, 0, staging)
         for number, nbytes in enumerate(self.plan.bucket_nbytes):
             bucket = kept[min(number, len(kept) - 1)][:nbytes]
@@ -109,22 +110,29 @@ class Update:
             return [torch.empty(max(self.plan.bucket_nbytes, default=0), dtype=torch.uint8, device="cpu")]
         self._kept.stream = ""  # until all of the new weights have arrived
         if not self.plan.base:
+            self._kept.buckets = []  # freed before the new ones are allocated
             self._kept.buckets = [
                 torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in self.plan.bucket_nbytes
             ]
         return self._kept.buckets
 
-    def _sizes(self, number: int) -> list[int]:
-        """Return the most bytes that each rank sends of a bucket, aligned for all dtypes."""
-        parts = (self.plan.packed_nbytes(self.plan.runs(number, part)) for part in self.plan.parts)
-        return [aligned(nbytes) + CHANGES_BYTES for nbytes in parts]
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        """For each bucket, the most bytes that each rank sends, aligned for all dtypes."""
+        plan = self.plan
+        return [
+            [aligned(plan.packed_nbytes(plan.runs(number, part))) + CHANGES_BYTES for part in plan.parts]
+            for number in range(len(plan.buckets))
+        ]
 
     def _start(self, pool: ThreadPoolExecutor, number: int, staging: Tensor) -> list[Future[Tensor]]:
         """Start to receive the parts of a bucket from all ranks at once, so that no rank waits for another rank."""
         if number == len(self.plan.buckets):
             return []
-        sizes = self._sizes(number)
-        places = [staging] * len(sizes) if self._are_shared else staging[: sum(sizes)].split(sizes)
+        if self._are_shared:
+            places = [staging] * len(self._links)
+        else:
+            places = staging[: sum(self._sizes[number])].split(self._sizes[number])
         return [pool.submit(link.receive_part, place) for link, place in zip(self._links, places, strict=True)]
 
     def _put(self, number: int, rank: int, received: Tensor, bucket: Tensor) -> None:

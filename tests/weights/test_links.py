@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -285,6 +287,32 @@ def test_a_snapshot_of_other_settings_sends_all_weights() -> None:
         assert fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=snapshot).base
         if engine_here is not None:
             assert_same(engine_here.result(), tensors_of(everything(seed=1), buffers=False))
+
+
+@on_ranks(1)
+def test_a_receiver_frees_the_weights_that_it_keeps_before_it_allocates_others() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    def empty(*sizes: Any, do: Any = torch.empty, **options: Any) -> Tensor:
+        if sys._getframe(1).f_code.co_filename.endswith("receiver.py"):
+            alive.extend(each() is not None for each in kept)
+        made: Tensor = do(*sizes, **options)
+        return made
+
+    def consume(update: Any) -> int:
+        number = len(list(update.buckets()))
+        kept[:] = map(weakref.ref, update._kept.buckets)
+        return number
+
+    model = MODELS["flat"](1)
+    with engine("socket", consume, keep=True) as (address, engine_here), mock.patch.object(torch, "empty", empty):
+        assert engine_here is not None
+        for _ in range(2):
+            fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=Snapshot())
+            assert engine_here.result() == len(kept) > 1
+    assert alive
+    assert not any(alive)
 
 
 @on_ranks(2)
