@@ -64,6 +64,7 @@ class Assembly:
         own: the elements that this rank holds, in its vectors.
         holdings: by rank, the elements that it holds, of which replicas hold the same.
         alike: the numbers of the tensors with equal values on all ranks that hold the same elements.
+        is_direct: whether all parts are direct (`WeightPlan.is_direct`).
         consumers: the ranks that receive complete buckets.
         comm: the communicator of the exchange.
         places: by rank, its number in `comm`.
@@ -75,11 +76,12 @@ class Assembly:
         own: Holding,
         holdings: Sequence[Holding],
         alike: Collection[int],
+        is_direct: bool,
         consumers: Collection[int],
         comm: Communicator,
         places: Sequence[int],
     ) -> None:
-        self._shards, self._plan, self._comm = shards, shards.plan, comm
+        self._shards, self._plan, self._comm, self._is_direct = shards, shards.plan, comm, is_direct
         self._known: dict[tuple[int, int], list[Run]] = {}
         rank = self._plan.rank
         self._consumes = rank in consumers
@@ -101,7 +103,6 @@ class Assembly:
         part = {number: own[number] for number in self._plan.parts[rank]}
         self._outgoing = [(self._only(part, numbers), targets) for numbers, targets in outgoing.items()]
         numbers = range(len(self._plan.buckets))
-        self._is_direct = all(self._plan.is_direct(number, part) for number in numbers for part in self._plan.parts)
         # A copy of an offloaded shard, and a send that reads it, are queued on different streams of an accelerator.
         self._starts_early = self._is_direct and is_host(shards.device)
         sizes = [0 if self._is_direct else sum(self._sizes(number)) for number in numbers]

@@ -162,15 +162,18 @@ class WeightPlan:
                 at += common.numel * tensor.dtype.itemsize
         return found
 
-    def is_direct(self, number: int, part: Holding) -> bool:
-        """Return whether the runs of a part are contiguous in the bucket, and few, so that each can be a message."""
-        runs = self.runs(number, part)
-        for run in runs:
-            sizes = (run.piece.rows, *self.tensors[run.piece.tensor].sizes[1:])
-            begin, end = next(run.box.ranges(sizes, 0, run.box.numel))
-            if end - begin != run.box.numel:
+    def is_direct(self, part: Holding) -> bool:
+        """Return whether the runs of a part are contiguous in each bucket, and few, so that each can be a message."""
+        for number in range(len(self.buckets)):
+            runs = self.runs(number, part)
+            for run in runs:
+                sizes = (run.piece.rows, *self.tensors[run.piece.tensor].sizes[1:])
+                begin, end = next(run.box.ranges(sizes, 0, run.box.numel))
+                if end - begin != run.box.numel:
+                    return False
+            if len(runs) > _MOST_MESSAGES:
                 return False
-        return len(runs) <= _MOST_MESSAGES
+        return True
 
     def packed_nbytes(self, runs: Sequence[Run]) -> int:
         """Return the number of bytes of some packed runs."""

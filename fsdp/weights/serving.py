@@ -175,7 +175,7 @@ class WeightServer:
         link.send_json(Kind.ACCEPTED, {"version": self.version, "error": text})
         if text:
             return
-        own, vectors = stream.own, stream.vectors()
+        own, vectors = stream.own, stream.vectors({number for number, _ in wanted})
         for number, box in wanted:
             tensor = stream.plan.tensors[number]
             found = shares(tensor, own.get(number), box)

@@ -76,6 +76,7 @@ class _Known:
     plan: WeightPlan
     holdings: list[Holding]
     alike: frozenset[int]
+    is_direct: bool  # the parts of all ranks, see `WeightPlan.is_direct`
 
 
 # The plans of each model, by the digest of everything that they depend on.
@@ -165,12 +166,15 @@ class Stream:
                     f"SharedMemorySink), got {since!r} for {type(self._sink).__name__}"
                 )
             self._find(model, asked)
-            self._buckets = in_buckets(self._tensors, asked.bucket_bytes, self._groups)
             common = _digest((asked.bucket_bytes, self._tensors, self._groups))
             key = f"{common} {_digest(self._held)}"
+            before = known.get(key)
+            self._buckets = (
+                in_buckets(self._tensors, asked.bucket_bytes, self._groups) if before is None else before.plan.buckets
+            )
             kind = "" if self._sink is None else getattr(self._sink, "receives", "buckets")
             base = "" if since is None else since.base(key)
-            return key, (common, key in known, kind, secrets.token_hex(8), comm.rank, base)
+            return key, (common, before is not None, kind, secrets.token_hex(8), comm.rank, base)
 
         self._key, heard = told_by_all(ranks, _WHAT, look)
         self._require_agreement(heard)
@@ -227,16 +231,20 @@ class Stream:
         written = written_here(self._targets, self._ranks, _WHAT)
         numbers = {number for number, name in enumerate(self._targets) if name in written}
         unplaced = {number: replace(held, offset=0) for number, held in self._held.items()}  # as other ranks see it
-        heard = from_everyone(self._ranks, (unplaced, numbers))
-        parts = tuple({number: held[number] for number in sorted(own)} for held, own in heard)
+        own_part = {number: held for number, held in self._held.items() if number in numbers}
+        is_direct = WeightPlan(self._tensors, self._buckets, ()).is_direct(own_part)
+        heard = from_everyone(self._ranks, (unplaced, numbers, is_direct))
+        parts = tuple({number: held[number] for number in sorted(own)} for held, own, _ in heard)
         for number, tensor in enumerate(self._tensors):
             held = sum(part[number].numel for part in parts if number in part)
             if held != tensor.shape.numel():
                 raise RuntimeError(
                     f"cannot {_WHAT}: the ranks hold {held} of {tensor.shape.numel()} elements of {tensor.name}"
                 )
-        plan = WeightPlan(self._tensors, self._buckets, parts)
-        return _Known(plan, [held for held, _ in heard], self._alike())
+        are_direct = all(each for *_, each in heard)
+        return _Known(
+            WeightPlan(self._tensors, self._buckets, parts), [held for held, *_ in heard], self._alike(), are_direct
+        )
 
     def _alike(self) -> frozenset[int]:
         """Return the tensors of which replicas have equal values: no buffers, and no norms that each rank trains."""
@@ -256,9 +264,10 @@ class Stream:
         """The elements that this rank sends, in its vectors."""
         return {number: self._held[number] for number in self.plan.parts[self._rank]}
 
-    def vectors(self) -> dict[int, Tensor]:
-        """Return this rank's vectors by the number of a tensor, see `Held`."""
-        return {number: target.vector() for number, target in enumerate(self._targets.values())}
+    def vectors(self, numbers: Iterable[int]) -> dict[int, Tensor]:
+        """Return this rank's vectors of some tensors by their numbers, see `Held`."""
+        targets = list(self._targets.values())
+        return {number: targets[number].vector() for number in numbers}
 
     def run(self) -> WeightPlan:
         """Collective. Send all buckets."""
@@ -284,7 +293,7 @@ class Stream:
 
     def _prepare(self) -> Callable[[_Consumption], None]:
         """Return the function that sends all buckets."""
-        vectors = self.vectors()
+        vectors = self.vectors(range(len(self._targets)))
         device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
         shards = Shards(self.plan, vectors, device)
         if "parts" in self._kinds:
@@ -293,7 +302,8 @@ class Stream:
             return partial(self._send_parts, shards, memory)
         consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
         known, comm = self._known, self._comm.for_device(device)
-        assembly = Assembly(shards, self._held, known.holdings, known.alike, consumers, comm, self._places)
+        same = known.holdings, known.alike, known.is_direct
+        assembly = Assembly(shards, self._held, *same, consumers, comm, self._places)
         return lambda job: assembly.buckets(job.bucket)
 
     def _send_parts(self, shards: Shards, memory: Tensor, job: _Consumption) -> None:

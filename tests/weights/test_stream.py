@@ -112,6 +112,21 @@ def test_one_rank_receives_with_an_exchange_for_each_bucket(receiver: int) -> No
         assert needed <= received < needed + 8 * len(plan.tensors)  # with bytes that align
 
 
+@on_ranks(3)
+def test_a_rank_looks_at_its_own_parts_and_at_those_that_it_receives() -> None:
+    model = sharded(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), "rows")
+    sink = Ignored() if dist.get_rank() == 0 else None
+    counts = []
+    for _ in range(2):
+        with mock.patch.object(WeightPlan, "runs", autospec=True, side_effect=WeightPlan.runs) as runs:
+            plan = fsdp.stream_weights(model, sink, bucket_bytes=600)
+        counts.append(runs.call_count)
+    first, then = counts
+    assert then == len(plan.buckets) * (3 if sink else 1), counts  # a consumer looks at those that it receives, too
+    assert first == then + len(plan.buckets)
+    assert len(plan.buckets) > 2
+
+
 @contextmanager
 def counted_exchanges() -> Iterator[list[int]]:
     """The bytes that this rank receives in each exchange."""
