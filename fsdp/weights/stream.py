@@ -77,6 +77,7 @@ class _Known:
     holdings: list[Holding]
     alike: frozenset[int]
     is_direct: bool  # the parts of all ranks, see `WeightPlan.is_direct`
+    planned_in: str  # the stream, the same on all ranks
 
 
 # The plans of each model, by the digest of everything that they depend on.
@@ -158,7 +159,7 @@ class Stream:
         self._units, self._ranks, self._rank, self._since = units, ranks, number_among(ranks), since
         known, comm = _plans.setdefault(model, {}), _comm_of(ranks)
 
-        def look() -> tuple[str, tuple[str, bool, str, str, int, str]]:
+        def look() -> tuple[str, tuple[str, str, str, str, int, str]]:
             self._sink, asked = sink_of(sink), settings()
             if since is not None and not (isinstance(since, Snapshot) and getattr(self._sink, "takes_changes", False)):
                 raise TypeError(
@@ -174,12 +175,20 @@ class Stream:
             )
             kind = "" if self._sink is None else getattr(self._sink, "receives", "buckets")
             base = "" if since is None else since.base(key)
-            return key, (common, before is not None, kind, secrets.token_hex(8), comm.rank, base)
+            return key, (
+                common,
+                "" if before is None else before.planned_in,
+                kind,
+                secrets.token_hex(8),
+                comm.rank,
+                base,
+            )
 
         self._key, heard = told_by_all(ranks, _WHAT, look)
         self._require_agreement(heard)
-        if not all(has_plan for _, has_plan, *_ in heard):
-            known[self._key] = self._planned()
+        plans = {planned_in for _, planned_in, *_ in heard}
+        if "" in plans or len(plans) > 1:  # some ranks may have a plan from before others changed
+            known[self._key] = self._planned(stream=heard[0][3])
             while len(known) > _MOST_PLANS:
                 del known[next(iter(known))]
         self._known = known[self._key]
@@ -226,7 +235,7 @@ class Stream:
         if not any(each[2] for each in heard):
             raise ValueError("sink is None on every rank: pass it on the ranks that are to receive the weights")
 
-    def _planned(self) -> _Known:
+    def _planned(self, stream: str) -> _Known:
         """Collective. Return the plan of this model, which requires the elements that each rank holds."""
         written = written_here(self._targets, self._ranks, _WHAT)
         numbers = {number for number, name in enumerate(self._targets) if name in written}
@@ -242,9 +251,8 @@ class Stream:
                     f"cannot {_WHAT}: the ranks hold {held} of {tensor.shape.numel()} elements of {tensor.name}"
                 )
         are_direct = all(each for *_, each in heard)
-        return _Known(
-            WeightPlan(self._tensors, self._buckets, parts), [held for held, *_ in heard], self._alike(), are_direct
-        )
+        plan = WeightPlan(self._tensors, self._buckets, parts)
+        return _Known(plan, [held for held, *_ in heard], self._alike(), are_direct, stream)
 
     def _alike(self) -> frozenset[int]:
         """Return the tensors of which replicas have equal values: no buffers, and no norms that each rank trains."""

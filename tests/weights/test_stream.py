@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
 from fsdp.checkpoint.model_tensors import SlotTensor
@@ -125,6 +127,18 @@ def test_a_rank_looks_at_its_own_parts_and_at_those_that_it_receives() -> None:
     assert then == len(plan.buckets) * (3 if sink else 1), counts  # a consumer looks at those that it receives, too
     assert first == then + len(plan.buckets)
     assert len(plan.buckets) > 2
+
+
+@on_ranks(3)
+def test_a_plan_of_other_ranks_is_not_used_again() -> None:
+    """Rank 0 holds the same in both meshes, and its plan of the second is under the key of the first."""
+    full, model, sink = torch.arange(6.0).view(3, 2), nn.Module(), Collected()
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [0, 2, 1])]
+    for mesh in (*meshes, *meshes):
+        (row,) = mesh.get_coordinate() or ()
+        model.w = nn.Parameter(DTensor.from_local(full[row : row + 1].clone(), mesh, [Shard(0)]))
+        fsdp.stream_weights(model, sink, bucket_bytes=1000)
+        assert torch.equal(sink.state["w"], full)
 
 
 @contextmanager
