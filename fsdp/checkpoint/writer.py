@@ -167,7 +167,7 @@ def save(
     """Collective. Save a model, and its optimizer, as files with unsharded tensors, under their FQNs.
 
     Every rank writes the ranges of its own shards directly from memory into the final files. There is no all-gather,
-    and values that are cast or on an accelerator require only 4 MiB of additional memory. The first replica writes
+    and values that are cast or on an accelerator require only a few blocks of 4 MiB. The first replica writes
     replicated shards, and rank 0 writes tensors that are not sharded (buffers, ignored parameters). Tied parameters
     are written under the first of their names. Ranks without access to rank 0's folder send their ranges to rank 0, a
     block at a time.
