@@ -325,8 +325,10 @@ def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
         device = devices.get(module, HOST)
         added = added_tensors(module, paths[0])
         for key, one in added.items():
-            filled = partial(take_back, module, paths[0], added, key)
-            others[id(one)] = UnshardedTensor([path + key for path in paths], [(added, key)], device, filled)
+            target = others.setdefault(id(one), UnshardedTensor([], [], device))
+            target.names += [path + key for path in paths]
+            target.places.append((added, key))
+            target.filled = partial(take_back, module, paths[0], added, key)
         buffers = {
             name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set
         }

@@ -91,6 +91,34 @@ def test_checkpoints_without_them_load_if_that_is_asked_for(tmp_path: Path) -> N
     assert set(found.missing_keys) == {"1.weight.scale", "1.shift"}
 
 
+class Sharing(nn.Module):
+    """Its state dict has a buffer of another module, under names of its own."""
+
+    def __init__(self, other: nn.BatchNorm1d) -> None:
+        super().__init__()
+        self._others = [other]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}mean"] = destination[f"{prefix}average"] = self._others[0].running_mean
+
+
+def _with_shared(mean: float, is_first: bool) -> nn.Module:
+    norm = nn.BatchNorm1d(2)
+    nn.init.constant_(norm.get_buffer("running_mean"), mean)
+    return nn.Sequential(*([norm, Sharing(norm)] if is_first else [Sharing(norm), norm]))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_buffer_that_another_module_adds_is_written_once_under_its_first_name(tmp_path: Path, is_first: bool) -> None:
+    fsdp.save(tmp_path / "run", _with_shared(1.0, is_first))
+    names = set(_with_shared(1.0, is_first).state_dict())
+    others = {"1.mean", "1.average"} if is_first else {"0.average", "1.running_mean"}
+    assert set(_names(tmp_path / "run")) == names - others
+    restored = _with_shared(2.0, is_first)
+    fsdp.load(tmp_path / "run", restored)
+    assert torch.equal(restored.get_buffer(f"{0 if is_first else 1}.running_mean"), torch.ones(2))
+
+
 class Failing(nn.Linear):
     def _save_to_state_dict(self, *args: Any) -> None:
         raise ZeroDivisionError("of the user")
