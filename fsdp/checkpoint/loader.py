@@ -331,11 +331,11 @@ def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tup
     stored = files.tensors
     named = {name for target in targets for name in keys_of(target)}
     unexpected = [name for name in stored if name not in named]
-    missing, problems = [], []
+    missing, problems = list[str](), list[str]()
     for target in targets:
         key = _key(target, stored)
         if key is None:
-            missing += target.names
+            missing += dict.fromkeys(map(plain_name, target.names))
         else:
             problems += _misfit(target, stored[key])
     own = {name.partition(".")[0] for name in named}

@@ -453,6 +453,8 @@ def test_without_strict_the_result_says_what_was_missing(tmp_path: Path) -> None
     fsdp.save(tmp_path / "run", plain)
     loaded = fsdp.load(tmp_path / "run", nested_mlp(), strict=False)
     assert (loaded.missing_keys, loaded.unexpected_keys) == (["exit.bias"], ["more.weight"])
+    compiled = nn.ModuleDict({"more": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})})  # as by torch.compile
+    assert fsdp.load(tmp_path / "run", compiled, strict=False).missing_keys == ["more.bias"]
 
 
 def test_ranks_that_see_different_checkpoints_are_told(ranks: RankPool, tmp_path: Path) -> None:
