@@ -346,7 +346,9 @@ def _refuse_other_model(path: str) -> None:
         return
     key, mine = f"fsdp.save {os.fsencode(path)!r}", str(own_rank())  # the store takes UTF-8 only
     try:
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # of all ranks
+        # The store of all ranks. Only one thread at a time can use a connection, and another may wait in it for ranks
+        # that wait for this save.
+        store = dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]
         first = store.compare_set(key, "", mine).decode()
     except (AttributeError, RuntimeError):  # simulated ranks have no store
         return

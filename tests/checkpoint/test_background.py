@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import weakref
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -32,6 +33,15 @@ def train(model: Any, optimizer: Any) -> None:
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def tcp_store() -> dist.TCPStore:
+    """Collective. A store on the first rank, with a connection of each rank."""
+    options: dict[str, Any] = {"world_size": 2, "wait_for_workers": False, "timeout": timedelta(seconds=20)}
+    first = dist.TCPStore("127.0.0.1", 0, is_master=True, **options) if dist.get_rank() == 0 else None
+    port = [None if first is None else first.port]
+    dist.broadcast_object_list(port)
+    return first or dist.TCPStore("127.0.0.1", cast(int, port[0]), is_master=False, **options)
 
 
 def held_back(gate: threading.Event) -> Any:
@@ -183,12 +193,40 @@ def test_a_saver_may_end_before_its_save_in_any_thread(tmp_path: Path, capfd: py
     ended = weakref.ref(saver)
     with mock.patch(write_parts, collect):
         saver.save(tmp_path / "run", nested_mlp())
-        (job,) = saver._jobs
+        (writer,) = (thread for thread in threading.enumerate() if thread.name.startswith("saves "))
         del saver
         gate.set()
-        assert isinstance(job.exception(timeout=60), OSError)
+        writer.join(timeout=60)
     assert ended() is None
     assert "a checkpoint could not be saved" in capfd.readouterr().err
+
+
+@on_ranks(2)
+def test_a_rank_may_wait_for_a_save_while_the_first_rank_waits_for_it_in_the_store(tmp_path: Path) -> None:
+    """As where ranks make a group. Only one thread at a time can use a connection to torchrun's store."""
+    is_first, gate, write = dist.get_rank() == 0, threading.Event(), fsdp.checkpoint.writer.write
+    store = tcp_store()
+
+    def late(*args: Any) -> Any:
+        gate.wait()
+        return write(*args)
+
+    model = nested_mlp(fully_sharded())
+    with (
+        mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store),
+        mock.patch("fsdp.checkpoint.writer.write", late),
+        Saver() as saver,
+    ):
+        saver.save(tmp_path / "run", model)
+        opens = threading.Timer(0.5 * is_first, gate.set)
+        opens.start()
+        if is_first:
+            store.get("from the other rank")
+        else:
+            saver.wait()
+            store.set("from the other rank", "it has waited")
+        opens.join()
+    assert fsdp.load(tmp_path / "run", model).world_size == 2
 
 
 @on_ranks(2)
