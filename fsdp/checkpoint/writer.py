@@ -311,11 +311,12 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
         done_by_all([ranks], what, job if is_first else lambda: None)
 
     def begin() -> tuple[None, bytes]:
-        if is_first:
-            _refuse_other_model(destination.path)
-            destination.begin()
-            for each in found.sets:
-                each.create(destination.folder)
+        if not is_first:  # a network file system would remember that it has not found the folder
+            return None, b""
+        _refuse_other_model(destination.path)
+        destination.begin()
+        for each in found.sets:
+            each.create(destination.folder)
         return None, destination.token
 
     try:

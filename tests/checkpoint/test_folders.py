@@ -8,10 +8,10 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -25,6 +25,7 @@ from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_u
 from fsdp.checkpoint.checksums import HoleError, by_name, fragment, joined, merged, of_tensor, spans
 from fsdp.checkpoint.folder import Destination
 from fsdp.checkpoint.safetensors import write_parts
+from fsdp.checkpoint.writer import Senders
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same, assert_same_state
@@ -234,6 +235,22 @@ def _load_there(folder: Path, size: str) -> None:
     _step(expected, other)
     for found, wanted in zip(optimizer.state.values(), other.state.values(), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+@on_ranks(2)
+def test_a_rank_looks_for_the_folder_after_it_was_made(tmp_path: Path) -> None:
+    """A network file system may remember for a while that a name was not there."""
+    token, is_missing = cast(Any, Destination.token).fget, False
+
+    def remembered(destination: Destination) -> bytes:
+        nonlocal is_missing
+        found = b"" if is_missing else token(destination)
+        is_missing = not found
+        return found
+
+    folders = mock.patch.object(Destination, "token", property(remembered)) if dist.get_rank() else nullcontext()
+    with folders, mock.patch.object(Senders, "send", side_effect=AssertionError("parts were sent")):
+        fsdp.save(tmp_path / "run", nested_mlp(fully_sharded()))
 
 
 @on_ranks(2)
