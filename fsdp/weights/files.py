@@ -11,7 +11,7 @@ from glob import escape, glob
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.folder import sync
+from fsdp.checkpoint.folder import MANIFEST, sync
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, Entry, PlannedFile, create, named, store_at
 from fsdp.checkpoint.safetensors import plan as planned_files
 from fsdp.weights.plan import WeightPlan
@@ -37,7 +37,8 @@ class SafetensorsSink(Sink):
         max_file_bytes: the maximum number of bytes of tensors in a file; None creates a single file.
 
     Raises:
-        OSError: if this rank cannot write. The other ranks raise a RuntimeError that names the rank.
+        OSError: if this rank cannot write, or if the folder is a checkpoint of `fsdp.save`. The other ranks raise a
+            RuntimeError that names the rank.
         TypeError, ValueError: for tensors that safetensors files cannot contain.
     """
 
@@ -55,6 +56,11 @@ class SafetensorsSink(Sink):
         self._files = planned_files(entries, "model", self._most)
         self._file_of: dict[str, PlannedFile] = {name: file for file in self._files for name in file.begins}
         if plan.rank == 0:
+            if os.path.lexists(os.path.join(self._folder, MANIFEST)):
+                raise FileExistsError(
+                    f"{self._folder} is a checkpoint of fsdp.save, which could not be loaded with other files in it: "
+                    "write the weights to another folder"
+                )
             os.makedirs(self._folder, exist_ok=True)
             for left in glob(os.path.join(escape(self._folder), f"{_PART}*")):
                 shutil.rmtree(left)  # of a stream that was killed

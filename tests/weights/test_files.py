@@ -58,6 +58,16 @@ def test_several_files_replace_one_and_other_files_are_kept(ranks: RankPool, tmp
     assert found.keys() == tensors_of(plain).keys() - {"head.weight"}
 
 
+@on_ranks(2)
+def test_a_checkpoint_is_not_replaced_in_part(tmp_path: Path) -> None:
+    model = MODELS["flat"](1)
+    fsdp.save(tmp_path / "run", model)
+    with pytest.raises((OSError, RuntimeError), match=r"run is a checkpoint of fsdp\.save"):
+        fsdp.stream_weights(model, SafetensorsSink(tmp_path / "run"), bucket_bytes=BUCKET)
+    fsdp.load(tmp_path / "run", model)
+    fsdp.stream_weights(model, SafetensorsSink(tmp_path / "other"), bucket_bytes=BUCKET)
+
+
 def test_a_stream_that_fails_keeps_the_files_before(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(_write, tmp_path, "flat", None)
     before = content(tmp_path)
