@@ -23,7 +23,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.consensus import Ranks, numbers_of
 from fsdp.distributed.dtensor import MeshPart, local_part, set_local_part
-from fsdp.distributed.gather_extension import around, inner_of
+from fsdp.distributed.gather_extension import around, inner_of, values_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.originals import taken_by
@@ -139,7 +139,9 @@ class OptimParam:
         """Return an optimizer's current tensor if it is like the result of `zeros`, and otherwise this result."""
         wanted = shape or self.param.shape, dtype, self.param.device
         is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
-        return held if is_like and len(inner_of(local_part(held))) < 2 else self.zeros(dtype, shape=shape)
+        is_one = is_like and len(inner_of(local_part(held))) < 2
+        has_memory = is_one and values_of(local_part(held)).untyped_storage().nbytes() > 0  # a parked tensor has none
+        return held if has_memory else self.zeros(dtype, shape=shape)
 
     def laid_out(self, filled: Tensor) -> Tensor:
         """Return contiguous state with the strides of an unsharded `param`, in whose order fused optimizers read it."""

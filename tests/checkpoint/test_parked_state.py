@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -238,6 +239,28 @@ def test_a_state_from_a_parked_model_is_loaded_after_training_went_on(tmp_path: 
     model.load_state_dict(weights)
     optimizer.load_state_dict(moments)
     assert_same([full_state(model), optimizer.state_dict()["state"]], expected)
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_an_optimizer_whose_state_is_parked_loads_a_checkpoint(form: str, tmp_path: Path) -> None:
+    model = talk(KINDS[form][0])
+    optimizer = adamw(model.parameters())
+
+    def train(number: int) -> list[Any]:
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        return apart([full_state(model), optimizer.state_dict()["state"]])
+
+    train(0)
+    fsdp.save(tmp_path / "saved", model, optimizer)
+    expected = train(1)
+    with fsdp.parked(model, optimizer, to=tmp_path / "parked", parts=["optimizer"]):
+        fsdp.load(tmp_path / "saved", model, optimizer)
+        assert_same(train(1), expected)
+    assert_same([full_state(model), optimizer.state_dict()["state"]], expected)
+    assert not os.listdir(tmp_path / "parked")
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])
