@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
@@ -424,12 +425,22 @@ class Senders:
     ) -> tuple[None, list[Fragment]]:
         """Collective. Send the data of all senders to rank 0, which writes it; return the checksums second."""
         sent: list[Fragment] = []
-        for entry in entries if self._own in self.ranks else ():
-            for begin, memory in entry.chunks():
-                chunk = torch.frombuffer(memory, dtype=torch.uint8)
-                self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
-                self._comm.settle()  # the memory is reused for the next chunk
-                sent.append(fragment(entry.name, begin, memory))
+        problem: Exception | None = None
+        data = chain.from_iterable(entry.chunks() for entry in entries)
+        for name, begin, end in self._chunks(self._own, {entry.name for entry in entries}):
+            if problem is None:
+                try:
+                    _, memory = next(data)
+                    sent.append(fragment(name, begin, memory))
+                    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+                except Exception as error:  # noqa: BLE001 (rank 0 waits for all chunks, so others take their place)
+                    problem = error
+            if problem is not None:
+                chunk = torch.empty(end - begin, dtype=torch.uint8, device=HOST)
+            self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
+            self._comm.settle()  # the memory is reused for the next chunk
+        if problem is not None:
+            raise problem
         if self._own == 0:
             self._receive(destination.folder, files)
         return None, merged(sent)
@@ -445,7 +456,8 @@ class Senders:
                 fds += [stack.enter_context(opened_to_write(folder, file)) for file in files]
             except OSError as error:
                 problem = error
-            for rank, name, begin, end in self._chunks(places.keys()):
+            chunks = ((rank, *chunk) for rank in self.ranks for chunk in self._chunks(rank, places.keys()))
+            for rank, name, begin, end in chunks:
                 chunk = buffer[: end - begin]
                 self._comm.exchange({rank: [chunk]}, {}, _SENT, "checkpoint").wait()
                 number, first = places[name]
@@ -458,12 +470,11 @@ class Senders:
             if problem is not None:
                 raise problem
 
-    def _chunks(self, names: Collection[str]) -> Iterator[tuple[int, str, int, int]]:
-        """Yield the chunks in the order in which they arrive: the rank, the tensor, and the range of bytes."""
-        for rank, extents in self.ranks.items():
-            for name in (name for name in extents if name in names):
-                for extent in extents[name]:
-                    yield from ((rank, name, *span) for span in spans(*extent))
+    def _chunks(self, rank: int, names: Collection[str]) -> Iterator[tuple[str, int, int]]:
+        """Yield the chunks of a rank in the order in which it sends them: the tensor, and the range of bytes."""
+        for name, extents in self.ranks.get(rank, {}).items():
+            for extent in extents if name in names else ():
+                yield from ((name, *span) for span in spans(*extent))
 
 
 @during("fsdp.checkpoint.Saver.save()")

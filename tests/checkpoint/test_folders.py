@@ -24,7 +24,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_utils
 from fsdp.checkpoint.checksums import HoleError, by_name, fragment, joined, merged, of_tensor, spans
 from fsdp.checkpoint.folder import Destination
-from fsdp.checkpoint.safetensors import write_parts
+from fsdp.checkpoint.safetensors import Entry, write_parts
 from fsdp.checkpoint.writer import Senders
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
@@ -259,6 +259,28 @@ def test_a_rank_that_sends_takes_a_block_of_memory(tmp_path: Path) -> None:
     with folder_of_its_own(tmp_path / f"{dist.get_rank()}"), torch.profiler.profile(profile_memory=True) as profile:
         fsdp.save("run", model)
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 4 << 20
+
+
+@on_ranks(3)
+def test_a_rank_cannot_read_what_it_sends(tmp_path: Path) -> None:
+    model, rank = nested_mlp(fully_sharded()), dist.get_rank()
+    left = [None] * 2  # chunks that rank 1 reads
+
+    def chunks(self: Entry, do: Any = Entry.chunks) -> Iterator[Any]:
+        for chunk in do(self):
+            if rank == 1 and not left:
+                raise MemoryError("no memory for a block")
+            yield chunk
+            left[:1] = []
+
+    with folder_of_its_own(tmp_path / f"rank{rank}"):
+        with (
+            mock.patch.object(Entry, "chunks", chunks),
+            pytest.raises((MemoryError, RuntimeError), match="no memory for a block"),
+        ):
+            fsdp.save("run", model)
+        fsdp.save("run", model)
+        assert rank or sorted(os.listdir()) == ["run"]
 
 
 @on_ranks(2)
