@@ -83,6 +83,7 @@ class Assembly:
     ) -> None:
         self._shards, self._plan, self._comm, self._is_direct = shards, shards.plan, comm, is_direct
         self._known: dict[tuple[int, int], list[Run]] = {}
+        self._problem: Exception | None = None
         rank = self._plan.rank
         self._consumes = rank in consumers
 
@@ -145,6 +146,25 @@ class Assembly:
                 consume(number, self._bucket(number)[:nbytes])
         self._comm.settle()  # before shards are written again
 
+    def _messages(self, runs: Sequence[Run], memory: Tensor | None) -> list[Tensor]:
+        """Return the bytes of some runs: of each, or packed in memory. After an error, other bytes take their place."""
+        if self._problem is None:
+            try:
+                if memory is None:
+                    return [self._shards.bytes_of(run) for run in runs]
+                return [self._shards.packed(runs, memory)]
+            except Exception as error:  # noqa: BLE001 (other ranks wait for the messages, and `check` raises it)
+                self._problem = error
+        if memory is not None:
+            return [memory[: self._plan.packed_nbytes(runs)]]
+        sizes = [run.box.numel * self._plan.dtype_of(run).itemsize for run in runs]
+        return [torch.empty(nbytes, dtype=torch.uint8, device=self._shards.device) for nbytes in sizes]
+
+    def check(self) -> None:
+        """Raise the exception for which this rank has sent other bytes than those of its shards."""
+        if self._problem is not None:
+            raise self._problem
+
     def _bucket(self, number: int) -> Tensor:
         return self._memory[number % len(self._memory)]
 
@@ -158,10 +178,7 @@ class Assembly:
         sent: dict[int, list[Tensor]] = {}
         for part, targets in self._outgoing:
             runs = self._runs(number, part)
-            if self._is_direct:
-                values = [self._shards.bytes_of(run) for run in runs]
-            else:
-                values = [self._shards.packed(runs, next(memory))]
+            values = self._messages(runs, None if self._is_direct else next(memory))
             sent |= {target: values for target in targets if runs}
         incoming: dict[int, list[Tensor]] = {}
         for source, part in self._incoming.items():

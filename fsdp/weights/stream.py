@@ -312,7 +312,12 @@ class Stream:
         known, comm = self._known, self._comm.for_device(device)
         same = known.holdings, known.alike, known.is_direct
         assembly = Assembly(shards, self._held, *same, consumers, comm, self._places)
-        return lambda job: assembly.buckets(job.bucket)
+
+        def send(job: _Consumption) -> None:
+            assembly.buckets(job.bucket)
+            job.attempt("send its parts", assembly.check)
+
+        return send
 
     def _send_parts(self, shards: Shards, memory: Tensor, job: _Consumption) -> None:
         own = self.own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from fsdp.checkpoint.model_tensors import SlotTensor
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.weights import Sink, WeightPlan
 from fsdp.weights import plan as plan_module
+from fsdp.weights.assembly import Shards
 from tests.helpers import tensor_parallel
 from tests.helpers.equality import assert_same
 from tests.helpers.forms import full_state, sharded
@@ -201,6 +202,24 @@ def test_a_rank_that_cannot_read_its_shards_is_reported_on_every_rank() -> None:
         ):
             fsdp.stream_weights(model, sink, bucket_bytes=BUCKET)
     fsdp.stream_weights(model, Collected(), bucket_bytes=BUCKET)
+
+
+@pytest.mark.parametrize("form", ["flat", "last dimension"])  # each run is a message, and parts are packed
+@on_ranks(3)
+def test_a_rank_that_has_no_memory_for_what_it_sends_is_reported_on_every_rank(form: str) -> None:
+    model, rank = MODELS[form](1), dist.get_rank()
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no memory for a cast")
+
+    sink = Collected() if rank == 0 else None
+    failing = mock.patch.multiple(Shards, bytes_of=fail, packed=fail) if rank == 1 else nullcontext()
+    with failing, pytest.raises((MemoryError, RuntimeError), match="no memory for a cast"):
+        fsdp.stream_weights(model, sink, bucket_bytes=BUCKET, dtype=torch.bfloat16)
+    fsdp.stream_weights(model, sink, bucket_bytes=BUCKET)
+    if sink is not None:
+        assert isinstance(sink.closed_with[0], RuntimeError)
+        assert_same(sink.state, tensors_of(everything(seed=1), buffers=False))
 
 
 @on_ranks(2)
