@@ -27,7 +27,8 @@ MANIFEST = "checkpoint.json"
 _PART = f"{MANIFEST}.part"  # while it is written
 SAVING, REPLACED, _LOCK = ".saving", ".replaced", ".saving.lock"
 _MARKER = "not-a-checkpoint"  # in an incomplete folder of this library, during saving or removal
-_OURS = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|checkpoint\.json(\.part)?|" + _MARKER)
+# The names of all files in a checkpoint; those of tensors begin with "model" or "optimizer".
+OURS = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|checkpoint\.json(\.part)?|" + _MARKER)
 _NUMBERED = re.compile(rf"step-(\d+)({'|'.join(map(re.escape, (SAVING, REPLACED, _LOCK)))})?")
 
 
@@ -197,7 +198,7 @@ class Destination:
         for folder in (self.folder, self.path + REPLACED):
             if os.path.lexists(folder):
                 # Another save may have removed the marker.
-                has_ours_alone = os.path.isdir(folder) and all(map(_OURS.fullmatch, os.listdir(folder)))
+                has_ours_alone = os.path.isdir(folder) and all(map(OURS.fullmatch, os.listdir(folder)))
                 if not (_is_ours(folder) or has_ours_alone):
                     raise FileExistsError(f"{folder} is in the way, and was not created by a save: move it")
                 remove(folder)
@@ -214,7 +215,7 @@ class Destination:
                 "separate folder for each job, and restart a job only after all of its processes have ended"
             )
         for entry in os.scandir(self.path) if os.path.isdir(self.path) else ():
-            if not _OURS.fullmatch(entry.name):  # user files, such as a configuration or a tokenizer
+            if not OURS.fullmatch(entry.name):  # user files, such as a configuration or a tokenizer
                 _copy_synced(entry.path, os.path.join(self.folder, entry.name))
         part = os.path.join(self.folder, _PART)
         _write(part, manifest)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, crc32, of_tensor
-from fsdp.checkpoint.folder import MANIFEST, found, place_of, steps
+from fsdp.checkpoint.folder import MANIFEST, OURS, found, place_of, steps
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import check_rest
@@ -25,7 +24,6 @@ _STEMS = ("model", "optimizer")
 _KEYS = ("world_size", *_STEMS, "optimizer_rest", "extra", "generators", "values")
 _ATTEMPTS = 10  # to open a checkpoint that is replaced meanwhile
 _Found = TypeVar("_Found")
-_FILE = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ def _check_files(stem: str, content: Any) -> None:
     if not (isinstance(files, dict) and files and isinstance(checksums, dict)):
         raise ValueError(f"{stem} has no files and checksums, but {short(content)}")
     for name, numbers in files.items():
-        if not _FILE.fullmatch(name) or not name.startswith(stem):
+        if not OURS.fullmatch(name) or not name.startswith(stem):
             raise ValueError(f"{stem} has a file {short(name)}, and a checkpoint has none of that name")
         if not (isinstance(numbers, list) and len(numbers) == 3 and all(map(_is_count, numbers))):
             raise ValueError(f"{name} has {short(numbers)} for its size, its header's, and the checksum of that")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from contextlib import suppress
 from glob import escape, glob
@@ -11,14 +10,13 @@ from glob import escape, glob
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.folder import MANIFEST, sync
-from fsdp.checkpoint.safetensors import INDEX_SUFFIX, Entry, PlannedFile, create, named, store_at
+from fsdp.checkpoint.folder import MANIFEST, OURS, sync
+from fsdp.checkpoint.safetensors import Entry, PlannedFile, create, named, store_at
 from fsdp.checkpoint.safetensors import plan as planned_files
 from fsdp.weights.plan import WeightPlan
 from fsdp.weights.sinks import Sink
 
 _PART = ".streaming-"  # begins the name of the folder that contains the files of an incomplete stream
-_MODEL = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|model{re.escape(INDEX_SUFFIX)}")
 
 
 class SafetensorsSink(Sink):
@@ -119,6 +117,6 @@ class SafetensorsSink(Sink):
         for name in names:
             os.replace(os.path.join(self._place, name), os.path.join(self._folder, name))
         for name in os.listdir(self._folder):
-            if _MODEL.fullmatch(name) and name not in names:
+            if name.startswith("model") and OURS.fullmatch(name) and name not in names:
                 os.unlink(os.path.join(self._folder, name))
         sync(self._folder)
