@@ -118,7 +118,7 @@ class Update:
 
     @cached_property
     def _sizes(self) -> list[list[int]]:
-        """For each bucket, the most bytes that each rank sends, aligned for all dtypes."""
+        """The most bytes that each rank sends of each bucket, aligned for all dtypes."""
         plan = self.plan
         return [
             [aligned(plan.packed_nbytes(plan.runs(number, part))) + CHANGES_BYTES for part in plan.parts]
