@@ -52,6 +52,7 @@ _MAX_ENTRY = 8192  # characters of a tensor's entry in a header
 _MAX_DIMS = 64  # as in numpy
 _MOST_ELEMENTS = (1 << 63) - 1  # that torch can count
 _LENGTH_BYTES = 8  # of the header's length, before it
+_METADATA = "__metadata__"  # the member of a header that is no tensor
 _FORM = "form of "  # begins the key of a tensor's form in a header's metadata
 # Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
 # the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
@@ -167,7 +168,7 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
     tensors: dict[str, StridedTensor] = {}
     metadata: dict[str, str] = {}
     for name, entry in _members(path, text):
-        if name == "__metadata__":
+        if name == _METADATA:
             metadata = entry
         else:
             tensors[name] = _stored(seen, name, entry, first)
@@ -184,7 +185,7 @@ def _members(path: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
             if name in names:
                 raise ValueError(f"{readable(name, 200)} is in it twice")
             names.add(name)
-            yield name, header.strings() if name == "__metadata__" else header.entry(name)
+            yield name, header.strings() if name == _METADATA else header.entry(name)
         header.end()
     except ValueError as error:
         raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
@@ -470,6 +471,8 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
         raise ValueError(f"two tensors have the name {twice[0]}: a file can contain only one of them")
     for entry in entries:
+        if entry.name == _METADATA:
+            raise ValueError(f"no tensor can have the name {_METADATA}, which safetensors files use: rename it")
         if entry.dtype not in KINDS:
             raise TypeError(f"{entry.name} is of {entry.dtype}, {NO_KIND}")
         if len(entry.shape) > _MAX_DIMS:
@@ -496,7 +499,7 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     header: dict[str, object] = {
-        "__metadata__": {
+        _METADATA: {
             "format": "pt",  # required by older versions of transformers
             **{_FORM + entry.name: entry.form for entry in entries if entry.form},
         }

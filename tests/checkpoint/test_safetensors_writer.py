@@ -48,6 +48,11 @@ def test_a_tensor_of_more_dimensions_than_can_be_read_is_not_written() -> None:
         plan([Entry("x", torch.float32, torch.Size([1] * 65))], "model")
 
 
+def test_a_name_that_a_header_uses_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tensor can have the name __metadata__, which safetensors files use"):
+        plan([Entry("__metadata__", torch.float32, torch.Size([2]))], "model")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such hint")
 @pytest.mark.parametrize("error", [None, OSError("no such hint here")])
 def test_the_disk_begins_to_store_large_blocks_at_once(tmp_path: Path, error: OSError | None) -> None:
