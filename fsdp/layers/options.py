@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache, partial
@@ -182,7 +183,7 @@ class Options:
 
     @property
     def bucket_bytes(self) -> int:
-        return max(0, int(self.bucket_cap_mb * 2**20))
+        return max(0, int(min(self.bucket_cap_mb * 2**20, sys.maxsize)))  # infinity is no limit
 
     def device_for(self, params_are_on: torch.device) -> torch.device:
         """Return where to compute: as asked, else where the parameters are, or from where they are offloaded."""

@@ -440,6 +440,12 @@ def test_a_factor_of_the_users() -> None:
     assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (4.0, 0.25)
 
 
+def test_buckets_without_a_limit() -> None:
+    model = alone(nn.Linear(5, 3), bucket_cap_mb=float("inf"))
+    model(torch.ones(2, 5)).sum().backward()
+    assert model.flat_params[0].grad is not None
+
+
 def sharded_gradients(model: nn.Module) -> Tensor:
     """Collective. The gradient of a single unit, whole."""
     (param,) = model.parameters()
