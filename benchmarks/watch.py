@@ -18,7 +18,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,12 @@ class Watching:
         self._journal = self._steps._journal
         tell = watchdog._tell
 
-        def counted(address: watchdog.Address, message: dict[str, Any]) -> Any:
-            measured.messages += 1
-            measured.bytes += len(json.dumps({**message, "secret": address.secret})) + 1
-            return tell(address, message)
+        def counted(addresses: Mapping[int, watchdog.Address], message: dict[str, Any]) -> Any:
+            measured.messages += len(addresses)
+            measured.bytes += sum(
+                len(json.dumps({**message, "secret": each.secret})) + 1 for each in addresses.values()
+            )
+            return tell(addresses, message)
 
         watchdog._tell = counted
         for name in ("begin", "end", "end_backward"):

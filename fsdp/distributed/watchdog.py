@@ -20,6 +20,7 @@ import hmac
 import json
 import os
 import secrets
+import selectors
 import signal
 import socket
 import socketserver
@@ -29,8 +30,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from ipaddress import ip_address
@@ -50,6 +50,7 @@ from fsdp.distributed.switches import WATCHDOG, is_off
 
 _TICK = 1.0  # seconds between two looks at how long this rank waits
 _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do
+_AT_ONCE = 64  # ranks that are asked together
 _LAST_WORDS = 0.5  # seconds that one waits for a word of a rank that has closed its connections
 _SLACK = 2.0  # of the longest wait so far: what took long before may take long again
 _POLL = 0.1  # seconds that the end of a process may have to wait for the thread that listens
@@ -392,12 +393,10 @@ class Watchdog:
 
     def _tell_some(self, ranks: Sequence[int], message: Message) -> dict[int, Message | str]:
         """Return the same for the ranks whose addresses are known."""
-        known = [rank for rank in ranks if rank in self._addresses]
-        if len(known) < 2:
-            return {rank: _tell(self._addresses[rank], message) for rank in known}
-        with ThreadPoolExecutor(max_workers=64) as pool:
-            answers = pool.map(lambda rank: _tell(self._addresses[rank], message), known)
-            return dict(zip(known, answers, strict=True))
+        known, answers = [rank for rank in ranks if rank in self._addresses], dict[int, Message | str]()
+        for first in range(0, len(known), _AT_ONCE):
+            answers |= _tell({rank: self._addresses[rank] for rank in known[first : first + _AT_ONCE]}, message)
+        return answers
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -423,17 +422,62 @@ class _Handler(socketserver.StreamRequestHandler):
             self.wfile.write(json.dumps(server.answer(message)).encode() + b"\n")
 
 
-def _tell(address: Address, message: Message) -> Message | str:
-    try:
-        with socket.create_connection((address.ip, address.port), _ANSWER) as connection:
-            connection.settimeout(_ANSWER)
-            connection.sendall(json.dumps({**message, "secret": address.secret}).encode() + b"\n")
-            answer: Message = json.loads(connection.makefile().readline())
-            return answer
-    except (OSError, ValueError) as error:
-        is_elsewhere = address.host != socket.gethostname() and ip_address(address.ip).is_loopback  # not to be reached
-        is_gone = isinstance(error, ConnectionRefusedError) and not is_elsewhere
-        return _GONE if is_gone else _SILENT.format(**address._asdict())
+def _tell(addresses: Mapping[int, Address], message: Message) -> dict[int, Message | str]:
+    """Return the answer of each rank to a message, or a text for a rank that gives none.
+
+    All ranks are asked together, without threads, because no thread can be started any more when the process ends.
+    """
+    answers = {rank: _no_answer(address) for rank, address in addresses.items()}
+    until = time.monotonic() + _ANSWER
+    with selectors.DefaultSelector() as ready, ExitStack() as stack:
+        for rank, address in addresses.items():
+            connection = socket.socket(socket.AF_INET6 if ":" in address.ip else socket.AF_INET)
+            stack.enter_context(connection).setblocking(False)
+            try:
+                with suppress(BlockingIOError):
+                    connection.connect((address.ip, address.port))
+                unsent = json.dumps({**message, "secret": address.secret}).encode() + b"\n"
+                ready.register(connection, selectors.EVENT_WRITE, _Talk(rank, unsent))
+            except OSError as error:
+                answers[rank] = _no_answer(address, error)
+        while ready.get_map() and (left := until - time.monotonic()) > 0:
+            for key, _ in ready.select(left):
+                connection, talk = cast(socket.socket, key.fileobj), key.data
+                try:
+                    is_over = talk.go_on(connection)
+                    if is_over:
+                        answers[talk.rank] = json.loads(talk.heard)
+                    elif not talk.unsent:
+                        ready.modify(connection, selectors.EVENT_READ, talk)
+                except (OSError, ValueError) as error:
+                    is_over, answers[talk.rank] = True, _no_answer(addresses[talk.rank], error)
+                if is_over:
+                    ready.unregister(connection)
+    return answers
+
+
+def _no_answer(address: Address, error: Exception | None = None) -> Message | str:
+    is_elsewhere = address.host != socket.gethostname() and ip_address(address.ip).is_loopback  # not to be reached
+    is_gone = isinstance(error, ConnectionRefusedError) and not is_elsewhere
+    return _GONE if is_gone else _SILENT.format(**address._asdict())
+
+
+@dataclass
+class _Talk:
+    """A message to a rank that is on its way, and what has come of the answer."""
+
+    rank: int
+    unsent: bytes
+    heard: bytes = b""
+
+    def go_on(self, connection: socket.socket) -> bool:
+        """Send or receive a part, and return whether the answer is complete."""
+        if self.unsent:
+            self.unsent = self.unsent[connection.send(self.unsent) :]
+            return False
+        part = connection.recv(1 << 16)
+        self.heard += part
+        return not part or part.endswith(b"\n")
 
 
 def _exit_of(pid: int) -> str:

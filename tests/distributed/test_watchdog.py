@@ -311,8 +311,9 @@ def test_a_rank_behind_the_loopback_device_of_another_machine_is_not_said_to_be_
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = watchdog.Address(socket.gethostname(), 1, "127.0.0.1", unused.getsockname()[1], "")
-        assert watchdog._tell(address, {}) == watchdog._GONE
-        assert "cannot be reached (process 1 on another)" in watchdog._tell(address._replace(host="another"), {})
+        answers = watchdog._tell({1: address, 2: address._replace(host="another")}, {})
+        assert answers[1] == watchdog._GONE
+        assert "cannot be reached (process 1 on another)" in answers[2]
 
 
 @pytest.mark.parametrize("patience", [0, -1.0])
@@ -404,9 +405,11 @@ def test_ranks_whose_turns_come_together_report_once(
     assert capsys.readouterr().err.count("has waited for all-gather of a for 100 s") == 1
 
 
-def gather_failed(rank_1: str) -> str:
-    """A pattern of what rank 0 says."""
-    return rf"CollectiveError: rank 0: all-gather of root \(Linear\) in forward did not complete: rank 1 {rank_1}\n"
+def gather_failed(rank_1: str, rank: int = 0) -> str:
+    """A pattern of what another rank says."""
+    return (
+        rf"CollectiveError: rank {rank}: all-gather of root \(Linear\) in forward did not complete: rank 1 {rank_1}\n"
+    )
 
 
 def test_a_rank_that_was_killed_is_in_the_error_of_the_others(ranks: RankPool) -> None:
@@ -456,14 +459,16 @@ def test_how_a_process_has_ended_is_seen_until_its_parent_asks(code: str, expect
     assert watchdog._exit_of(os.getpid()) == ""
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_why_a_rank_has_ended_is_in_the_error_of_the_others_and_in_the_folder_of_reports(
-    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], world_size: int
 ) -> None:
     with pytest.raises(RankError) as failed:
-        ranks(2, backend=None, grace=60).run(ended_rank.main, tmp_path)
+        ranks(world_size, backend=None, grace=60).run(ended_rank.main, tmp_path)
     assert {each.headline for each in failed.value.outcomes} == {"exited with status 1 without answering"}
     why = r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"
-    assert re.search(gather_failed(why), failed.value.outputs[0] + "\n")
+    for rank in {*range(world_size)} - {1}:
+        assert re.search(gather_failed(why, rank), failed.value.outputs[rank] + "\n")
     # At once, before it asks why: a launcher that ends all ranks leaves no time for more.
     assert any(event.kind is Kind.CLOSED and "rank 1" in event.text for event in read_events(tmp_path / "reports"))
     assert main(["diagnose", str(tmp_path / "reports")]) == 0
