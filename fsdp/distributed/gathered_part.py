@@ -62,22 +62,40 @@ def write_parts_through(is_ours: Callable[[DTensor], bool]) -> None:
 
 def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -> Any:
     source, *others = args
-    found = _by_torch(op, args, kwargs)
+    if not _cuts_shards(op, source, args, kwargs) or not is_ours(source):
+        return _by_torch(op, args, kwargs)
+    # What torch gathers; on the meta device it communicates nothing. Other threads have no handler meanwhile.
+    blank = torch.empty(held_part(source).shape, dtype=source.dtype, device="meta")
+    found = _by_torch(op, (DTensor.__new__(DTensor, blank, source._spec, requires_grad=False), *others), kwargs)
     first = found[0] if isinstance(found, (list, tuple)) and found else found
-    if not isinstance(first, DTensor) or not isinstance(source, DTensor) or source.is_meta:
+    if not isinstance(first, DTensor):
         return found
     placements = [
         Replicate() if after.is_replicate() else before
         for before, after in zip(source.placements, first.placements, strict=True)
     ]
-    if placements == list(source.placements) or not is_ours(source):
-        return found
+    if placements == list(source.placements):
+        return _by_torch(op, args, kwargs)
     # private: `redistribute` is an autograd function, which cannot be used inside of an operation (torch 2.11 to 2.15)
     spec = DTensorSpec(source.device_mesh, tuple(placements), source._spec.tensor_meta)
     gathered: Any = arrived(redistribute_local_tensor(held_part(source), source._spec, spec)).contiguous()
     where = Source(source, gathered)
     found = _by_torch(op, (DTensor.__new__(DTensor, gathered, spec, requires_grad=False), *others), kwargs)
     return [_part(each, where) for each in found] if isinstance(found, (list, tuple)) else _part(found, where)
+
+
+def _cuts_shards(op: Any, source: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a view is along a dimension over which its source is sharded."""
+    if not isinstance(source, DTensor) or source.is_meta:
+        return False
+    given = dict(enumerate(args))
+    dims = [
+        given.get(number, kwargs.get(each.name, each.default_value))
+        for number, each in enumerate(op._schema.arguments)
+        if each.name.startswith("dim")
+    ]
+    sharded = {placement.dim for placement in source.placements if hasattr(placement, "dim")}
+    return bool(sharded) and any(dim % source.dim() in sharded for dim in dims)
 
 
 def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:

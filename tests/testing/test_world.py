@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.collectives import use_torch_collectives
+from fsdp.distributed.gathered_part import LEAST_TORCH
 from fsdp.distributed.messages import check_messages
 from fsdp.testing import World
 from tests.helpers.equality import assert_same
@@ -244,6 +245,22 @@ def test_the_order_of_ranks_makes_no_difference() -> None:
     first, *others = (World(3, seed=seed, late=[seed]).run(_train, "rows", 2) for seed in range(3))
     for other in others:
         assert_same(other, first)
+
+
+@pytest.mark.skipif(torch.__version__ < LEAST_TORCH, reason="writes to parts are lost")
+def test_ranks_write_to_parts_of_parameters_in_any_order() -> None:
+    for seed in range(6):
+        for weight in World(2, seed=seed).run(_written_in_part):
+            assert weight[1].eq(0).all(), seed
+            assert weight[3:].eq(2).all(), seed
+
+
+def _written_in_part() -> Tensor:
+    model = fully_shard(nn.Linear(3, 5))
+    with torch.no_grad():
+        model.weight[1].zero_()
+        model.weight[3:].fill_(2)
+        return model.weight.full_tensor()
 
 
 @pytest.mark.parametrize(("world_size", "by_torch"), [(16, False), (32, True)])  # 992 messages are slower than one
