@@ -96,6 +96,11 @@ class Schedule:
             del self._tasks[threading.get_ident()]
             self._pass_on()
 
+    def stop(self) -> None:
+        """Call `passed` no more: the run is over, but a rank that was given up may still be running."""
+        with self._mutex:
+            self._passed = lambda last, now: None
+
     @property
     def own_task(self) -> Task | None:
         """The task of this thread; None if it is not a rank's main thread and does not communicate."""

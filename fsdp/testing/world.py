@@ -189,6 +189,7 @@ class _Run:
                     thread.start()
                 self._await()
         finally:
+            self.schedule.stop()
             self._caller.show()
             forget_groups(self._groups)
         if not self._errors and len(self._results) == self._ranks:
@@ -257,7 +258,8 @@ class _Run:
         with ExitStack() as stack:
             # All private, tested with torch 2.13: the record of groups, the function that creates gloo's groups, and
             # thread-local names of groups.
-            stack.enter_context(patch.object(c10d, "_world", _RankWorlds(c10d._world)))
+            stack.callback(self._put_back, c10d._world)
+            c10d._world = _RankWorlds(c10d._world)  # type: ignore[assignment]
             stack.enter_context(patch.object(c10d, "ProcessGroupGloo", ProcessGroupGloo))
             isolate(True)
             stack.callback(isolate, False)
@@ -266,6 +268,11 @@ class _Run:
             stack.enter_context(patch.object(threading.Thread, "join", join_freely))
             stack.enter_context(patch.object(threading.Condition, "wait", wait_freely))
             yield
+
+    def _put_back(self, usual: Any) -> None:
+        """Put torch's record of groups back, unless a rank was given up and runs on: it must not use the caller's."""
+        if not any(thread.is_alive() for thread in self._threads):
+            c10d._world = usual
 
     def _await(self) -> None:
         seen, since = -1, time.monotonic()
@@ -279,7 +286,7 @@ class _Run:
                     self._stuck()
                 elif waited > self._timeout:
                     self._network.failure = f"a rank has run for {self._timeout:g} s without coming to a collective"
-                    for rank in self._running:
+                    for rank in list(self._running):
                         self._errors[rank] = TimeoutError(f"{self._network.failure}\n{self._position(rank)}")
                     return
         except BaseException:  # an interrupt

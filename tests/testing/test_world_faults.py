@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import re
 import sys
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, check_messages
-from fsdp.distributed import communicator
+from fsdp.distributed import communicator, passes
 from fsdp.distributed.communicator import CollectiveError, DamagedMessageError
 from fsdp.testing import Fault, World, WorldError, die
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 
 # --- what ranks wait for --------------------------------------------------------------------------------------------
 
@@ -340,6 +342,23 @@ def test_a_rank_that_runs_on_for_ever_is_given_up() -> None:
     with pytest.raises(WorldError, match=r"(?s)has run for 3 s without.*at test_world_faults.py"):
         World(2, timeout=3).run(lambda: _spin(going_on))
     going_on.set()
+
+
+@on_ranks(1)
+def test_a_rank_that_was_given_up_does_not_change_its_process() -> None:
+    group, path, variables = dist.group.WORLD, passes.path, dict(os.environ)
+    going_on = threading.Event()
+    with pytest.raises(WorldError, match="has run for 1 s"):
+        World(3, timeout=1).run(_spin, going_on)
+    late = [thread for thread in threading.enumerate() if thread.name == "rank 1"]
+    going_on.set()
+    for thread in late:
+        thread.join(60)
+    assert late
+    assert dist.group.WORLD is group
+    assert passes.path is path
+    assert dict(os.environ) == variables
+    assert World(2).run(dist.get_rank) == [0, 1]
 
 
 def _spin(going_on: threading.Event) -> None:
