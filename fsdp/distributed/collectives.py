@@ -159,9 +159,12 @@ class TorchCollectives(Communicator):
         order, self._order = self._order, 0
         return order
 
+    def note_order(self, tag: Tag) -> None:
+        self._order = zlib.crc32(repr(tag).encode(), self._order)
+
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         self._is_connected = True
-        self._order = zlib.crc32(repr(tag).encode(), self._order)
+        self.note_order(tag)
         work = getattr(dist, _ALL_GATHER)(_as_sent(full), _as_sent(shard), group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(shard, full))
 

@@ -138,6 +138,9 @@ class Communicator(ABC):
         """
         return 0
 
+    def note_order(self, tag: Tag) -> None:  # noqa: B027 (where ranks are alone there is no order)
+        """Count an all-gather whose tag is not sent, for `take_order`."""
+
     def restart_tags(self) -> None:
         """Continue with the same tags on all ranks, even if the ranks have created different numbers of tags."""
         self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)

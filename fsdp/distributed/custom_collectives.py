@@ -52,6 +52,12 @@ class InFront(Communicator):
     def new_tag(self) -> int:
         return self._behind.new_tag()  # the two send to the same ranks
 
+    def take_order(self) -> int:
+        return self._behind.take_order()
+
+    def note_order(self, tag: Tag) -> None:
+        self._behind.note_order(tag)
+
     @property
     def on_host(self) -> Communicator:
         return self._behind.on_host
@@ -96,7 +102,12 @@ class InFront(Communicator):
 class CustomAllGather(InFront):
     """A communicator in which a user's object all-gathers."""
 
+    def __init__(self, behind: Communicator, collective: Any) -> None:
+        super().__init__(behind, collective)
+        self.sends_pieces = False  # the object sends no tag
+
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        self.note_order(tag)
         gathered = self._collective.allocate((full.numel(),), dtype=full.dtype, device=full.device)
         own = gathered.view(self.world_size, -1)[self.rank].copy_(shard)
         work = self._collective(output_tensor=gathered, input_tensor=own, group=self.group, async_op=True)

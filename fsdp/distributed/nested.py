@@ -65,6 +65,9 @@ class Nested(Communicator):
     def take_order(self) -> int:
         return zlib.crc32(b"%d" % self._shard.take_order(), self._replicas.take_order())
 
+    def note_order(self, tag: Tag) -> None:
+        self._shard.note_order(tag)
+
     def share_memory(self, nbytes: int) -> None:
         for each in self._parts:
             each.share_memory(nbytes)

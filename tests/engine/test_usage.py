@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy, use_torch_collectives
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.own_collectives import OwnAllGather
 
 INPUTS = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -57,8 +58,15 @@ def torchs_collectives() -> Iterator[None]:
         use_torch_collectives(False)
 
 
-def refuses_another_order(make: Callable[[], nn.Module], ranks: Sequence[int] = (1,)) -> None:
-    with torchs_collectives():
+def by_users_gather() -> nn.Module:
+    model: Any = in_rows()
+    for layer in model.layers.values():
+        layer.set_custom_all_gather(OwnAllGather())
+    return model
+
+
+def refuses_another_order(make: Callable[[], nn.Module], ranks: Sequence[int] = (1,), *, by_torch: bool = True) -> None:
+    with torchs_collectives() if by_torch else nullcontext():
         model = make()
         order = "bca" if dist.get_rank() in ranks else "abc"
         units = ", ".join(f"layers.{name}" for name in order)
@@ -72,6 +80,12 @@ def refuses_another_order(make: Callable[[], nn.Module], ranks: Sequence[int] = 
 @on_ranks(2, 3)
 def test_units_in_different_orders_are_an_error_in_backward(make: Callable[[], nn.Module]) -> None:
     refuses_another_order(make)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(2)
+def test_all_gathers_of_users_compare_orders_too(by_torch: bool) -> None:
+    refuses_another_order(by_users_gather, by_torch=by_torch)
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_OPTIM])
