@@ -679,6 +679,15 @@ def backend_names(group: Any) -> dict[str, str]:
     return dict(re.findall(r"([^,:]+):([^,]+)", config))
 
 
+def timeout_of(group: Any) -> timedelta | None:
+    """Return the timeout of a group, for groups that the library creates of its ranks; None if it is unknown."""
+    known = behind(group)
+    try:
+        return cast(timedelta, known._get_backend(known._device_types[0]).options._timeout)  # private (2.11 to 2.15)
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+
+
 def number_of_groups() -> int:
     """Return the number by which torch names the next group that only its members create.
 
@@ -728,8 +737,8 @@ def reduce_group(group: Group, device: torch.device) -> Group:
 
 
 @once_for_groups
-def _second_group(_: Group) -> Group:
-    return cast(Group, dist.new_group())
+def _second_group(group: Group) -> Group:
+    return cast(Group, dist.new_group(timeout=timeout_of(group)))
 
 
 def summed(

@@ -22,6 +22,7 @@ from fsdp.distributed.communicator import (
     OtherRankError,
     number_of_groups,
     own_rank,
+    timeout_of,
 )
 
 _T = TypeVar("_T")
@@ -82,11 +83,11 @@ def new_group(ranks: Ranks, members: Sequence[int], backend: str | None = None) 
     torch names a group that only its members create by a number of groups, and ranks with different names would wait
     for each other. So ranks with a smaller number than others first create groups of their own.
     """
-    own = number_of_groups()
+    own, timeout = number_of_groups(), next(filter(None, (timeout_of(comm.group) for comm in ranks)), None)
     for _ in range(max(from_everyone(ranks, own)) - own):
         dist.new_group([own_rank()], backend="gloo", use_local_synchronization=True)
     with _without_device(dist.group.WORLD):
-        return dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+        return dist.new_group(list(members), timeout, backend, use_local_synchronization=True)
 
 
 @contextmanager

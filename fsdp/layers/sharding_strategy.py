@@ -26,6 +26,7 @@ from fsdp.distributed.communicator import (
     ranks_of,
     reduce_group,
     served_device,
+    timeout_of,
 )
 from fsdp.distributed.consensus import agree_on, from_everyone, new_group
 from fsdp.distributed.devices import HOST, has_streams
@@ -320,7 +321,7 @@ def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
     """Collective over `group`. Return the new group of this rank, when each of the parts becomes one."""
     mine = dist.get_rank()
     if group.size() == dist.get_world_size():
-        made = [dist.new_group(list(part)) for part in parts]
+        made = [dist.new_group(list(part), timeout_of(group)) for part in parts]
         return next(each for each, part in zip(made, parts, strict=True) if mine in part)
     return new_group([communicator(group, HOST)], next(part for part in parts if mine in part))
 

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fsdp.distributed.collectives import (
 from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group, reduce_group
 from fsdp.distributed.messages import Receiving, wire_tag
 from fsdp.distributed.switches import SHARED_MEMORY
+from fsdp.layers.sharding_strategy import group_apart
 from tests.helpers import last_collective
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -485,3 +487,17 @@ def test_a_rank_that_cannot_hear_one_rank_still_answers_the_others() -> None:
         full = torch.full((3,), float(dist.get_rank()))
         assert (way.all_gather(torch.empty(3), full[:1], "gather", 0).wait() == torch.tensor([1.0, 1.0, 2.0])).all()
         way.settle()
+
+
+def by_itself(comm: Communicator) -> Communicator:
+    return communicator(group_apart(comm.group), CPU)
+
+
+@pytest.mark.parametrize("derive", [TorchCollectives.apart, by_itself])
+@on_ranks(2)
+def test_groups_that_the_library_creates_have_the_timeout_of_the_users_group(derive: Any) -> None:
+    comm = derive(communicator(dist.new_group(timeout=timedelta(seconds=2)), CPU))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="did not complete"):
+            comm.all_gather_bytes(b"")
+    dist.barrier()
