@@ -84,20 +84,13 @@ class _Slots(_Memory):
 
     def __init__(self, ranks: int) -> None:
         self._fd = os.memfd_create("fsdp.exchange")
-        try:
-            os.ftruncate(self._fd, _RESERVED)
-            os.posix_fallocate(self._fd, 0, _PAGE)
-            super().__init__(self._fd, ranks)
-        except (OSError, ValueError):
-            os.close(self._fd)
-            raise
+        weakref.finalize(self, os.close, self._fd).atexit = False
+        os.ftruncate(self._fd, _RESERVED)
+        os.posix_fallocate(self._fd, 0, _PAGE)
+        super().__init__(self._fd, ranks)
         self._bytes[:_NONCE_BYTES] = secrets.token_bytes(_NONCE_BYTES)
         self._begin, self._largest = self._tensor.data_ptr(), 0
         self._slots: dict[int, _Slot] = {}  # by their beginnings, in order
-
-    def __del__(self) -> None:
-        with suppress(OSError):
-            os.close(self._fd)
 
     @property
     def address(self) -> tuple[int, int, str]:

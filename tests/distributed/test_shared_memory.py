@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -184,6 +186,20 @@ def test_one_rank_that_cannot_share_leaves_all_on_sockets(lack: str) -> None:
     assert way._shared is None
     full = torch.arange(3.0 * LARGE)
     assert torch.equal(way.reduce_scatter(full.clone(), "reduction", 0).wait(), 3 * full.view(3, -1)[dist.get_rank()])
+
+
+@linux
+@pytest.mark.parametrize(("call", "num_closed"), [("memfd_create", 0), ("ftruncate", 1), ("posix_fallocate", 1)])
+def test_memory_that_cannot_be_allocated_closes_its_file_once(
+    call: str, num_closed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", unraised := mock.Mock())
+    with mock.patch.object(os, call, side_effect=OSError), mock.patch.object(os, "close", wraps=os.close) as close:
+        with pytest.raises(OSError):  # noqa: PT011
+            _Slots(2)
+        gc.collect()
+    assert close.call_count == num_closed
+    assert not unraised.called
 
 
 @linux
