@@ -725,22 +725,6 @@ def served_device(group: Group) -> torch.device:
     return HOST if device is None or device.type not in backend_names(group) else device
 
 
-def reduce_group(group: Group, device: torch.device) -> Group:
-    """The group for gradients when the user names none.
-
-    On NCCL a second communicator over all ranks, so that reductions do not queue behind gathers (collective over all
-    ranks the first time); elsewhere, and for a group of the user's own, the same group.
-    """
-    if dist.is_initialized() and group is dist.group.WORLD and backend_names(group).get(device.type) == "nccl":
-        return _second_group(group)
-    return group
-
-
-@once_for_groups
-def _second_group(group: Group) -> Group:
-    return cast(Group, dist.new_group(timeout=timeout_of(group)))
-
-
 def summed(
     comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
 ) -> Generator[None, None, Tensor]:

@@ -21,10 +21,10 @@ from torch import nn
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import (
     Group,
+    backend_names,
     default_group,
     once_for_groups,
     ranks_of,
-    reduce_group,
     served_device,
     timeout_of,
 )
@@ -46,9 +46,14 @@ class ProcessGroupName(str, Enum):
 
 
 def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Group:
-    """Return the group to sum gradients over that a user gave, or named, for parameters sharded over `group`."""
+    """Return the group to sum gradients over that a user gave, or named, for parameters sharded over `group`.
+
+    Collective over all ranks the first time with NCCL.
+    """
     if given in (None, ProcessGroupName.reduce_scatter):
-        return reduce_group(group, device)
+        # On NCCL a second group of all ranks, so that reductions do not queue behind gathers.
+        is_nccl = group is dist.group.WORLD and backend_names(group).get(device.type) == "nccl"
+        return group_apart(group) if is_nccl else group
     if given == ProcessGroupName.default:
         return group
     if not hasattr(given, "rank") or not hasattr(given, "size"):

@@ -27,10 +27,10 @@ from fsdp.distributed.collectives import (
     TorchCollectives,
     communicator,
 )
-from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group, reduce_group
+from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group
 from fsdp.distributed.messages import Receiving, wire_tag
 from fsdp.distributed.switches import SHARED_MEMORY
-from fsdp.layers.sharding_strategy import group_apart
+from fsdp.layers.sharding_strategy import group_apart, group_to_reduce_over
 from tests.helpers import last_collective
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -322,8 +322,8 @@ def test_gloo_on_cpu_exchanges_directly() -> None:
     assert type(communicator(lone, CPU)) is LoneRank
     assert default_group(None) is dist.group.WORLD
     assert default_group(lone) is lone
-    assert reduce_group(dist.group.WORLD, CPU) is dist.group.WORLD
-    assert reduce_group(lone, CPU) is lone
+    assert group_to_reduce_over(None, dist.group.WORLD, CPU) is dist.group.WORLD
+    assert group_to_reduce_over(None, lone, CPU) is lone
 
 
 class Proxy:
