@@ -86,15 +86,16 @@ class Pending:
         if self._failure is not None:
             raise CollectiveError(self._failure)  # what is there is not all of it
         if self._result is not None:
-            works, self._works = self._works, ()  # gloo would wait for another message the second time
             ends = [begin(self.what) for begin in wait_observers] if wait_observers else ()
             try:
-                finish(works, self.what)
+                finish(self._works, self.what)
                 # The sent tensor is referenced by `_result` until now, and not longer.
-                result, self._result = self._result, None
+                self._works, result, self._result = (), self._result, None
                 self._arrived = result()
-            except RuntimeError as error:
-                self._failure = str(error)
+            except BaseException as error:
+                # A wait that was interrupted must be repeated: messages still arrive in memory that would be freed.
+                if isinstance(error, RuntimeError) or self._result is None:
+                    self._works, self._failure = (), str(error) or type(error).__name__
                 raise
             for end in ends:
                 end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -57,7 +57,7 @@ class Receiving:
     _under_way: ClassVar[set[Receiving | Leaving]] = set()
 
     def __init__(self, group: Any, tensor: Tensor, peer: int, number: int) -> None:
-        self._group, self._peer = group, peer
+        self._group, self._peer, self._once = group, peer, _Once()
         try:
             self._work = group.recv([tensor], peer, number)
         except RuntimeError as error:
@@ -66,7 +66,7 @@ class Receiving:
 
     def wait(self, *limit: timedelta) -> None:
         try:
-            self._work.wait(*limit)
+            self._once.wait([self._work], limit)
         except DamagedMessageError:
             self._under_way.discard(self)
             raise
@@ -100,12 +100,25 @@ class Leaving:
     """
 
     def __init__(self, group: Any, work: Any) -> None:
-        self._group, self._work = group, work
+        self._group, self._work, self._once = group, work, _Once()
         Receiving._under_way.add(self)
 
     def wait(self, *limit: timedelta) -> None:
-        self._work.wait(*limit)
+        self._once.wait([self._work], limit)
         Receiving._under_way.discard(self)
+
+
+class _Once:
+    """Waits for messages, also again after an interrupt: gloo would wait for another message the second time."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def wait(self, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
+        is_repeated, self._has_begun = self._has_begun, True
+        for work in works:
+            if not (is_repeated and work.is_completed()):
+                work.wait(*limit)
 
 
 def check_messages(enabled: bool = True) -> None:
@@ -165,10 +178,13 @@ class _Checked:
 
     def __init__(self, works: Sequence[Any], told: Tensor, found: Callable[[], Tensor], rank: int) -> None:
         self._works, self._told, self._found, self._rank = works, told, found, rank
+        self._once = _Once()
+
+    def is_completed(self) -> bool:
+        return False  # `wait` may be called again
 
     def wait(self, *limit: timedelta) -> None:
-        for work in self._works:
-            work.wait(*limit)
+        self._once.wait(self._works, limit)
         found = self._found()
         if not torch.equal(found, self._told):
             raise DamagedMessageError(

@@ -280,7 +280,7 @@ class Reading:
 
     def __init__(self, group: Any, memory: _Memory, into: Tensor, peer: int, number: int) -> None:
         self._memory, self._into, self._rank = memory, into, group.rank()
-        self._told = blank(_PLACE.size)
+        self._told, self._was_read = blank(_PLACE.size), False
         self._arrival = Receiving(group, self._told, peer, number)
 
     @property
@@ -288,8 +288,10 @@ class Reading:
         return self._arrival.sender
 
     def wait(self, *limit: timedelta) -> None:
-        _as_bytes(self._into).copy_(self._arrived(*limit))
-        self.give_back()
+        if not self._was_read:
+            _as_bytes(self._into).copy_(self._arrived(*limit))
+            self._was_read = True  # before the sender may write something else there
+            self.give_back()
 
     def _arrived(self, *limit: timedelta) -> Tensor:
         self._arrival.wait(*limit)

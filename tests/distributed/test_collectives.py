@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ from fsdp.distributed.collectives import (
     communicator,
 )
 from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group
-from fsdp.distributed.messages import Receiving, wire_tag
+from fsdp.distributed.messages import CheckedGroup, Receiving, wire_tag
 from fsdp.distributed.switches import SHARED_MEMORY
 from fsdp.layers.sharding_strategy import group_apart, group_to_reduce_over
 from tests.helpers import last_collective
@@ -501,3 +502,30 @@ def test_groups_that_the_library_creates_have_the_timeout_of_the_users_group(der
         with pytest.raises(RuntimeError, match="did not complete"):
             comm.all_gather_bytes(b"")
     dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["direct", "shared", "checked"])
+@on_ranks(3)
+def test_a_wait_that_was_interrupted_is_repeated(way: str) -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    comm = DirectExchange(CheckedGroup(group)) if way == "checked" else WAYS[way](group)
+    full, shard = torch.zeros(3), torch.tensor([rank + 1.0])
+    if rank == 2:
+        dist.barrier()
+    pending = comm.all_gather(full, shard, "gather", 1)
+    if rank == 0:
+        first, *others = pending._works
+        interrupts = [KeyboardInterrupt]
+
+        def wait(*limit: Any) -> None:
+            first.wait(*limit)
+            if interrupts:
+                raise interrupts.pop()
+
+        pending._works = [SimpleNamespace(wait=wait), *others]
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+    if rank != 2:
+        dist.barrier()
+    assert pending.wait().tolist() == [1.0, 2.0, 3.0]
+    comm.settle()
