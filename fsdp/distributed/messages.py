@@ -54,10 +54,11 @@ class Receiving:
     waiter. So such a buffer is kept until the process ends.
     """
 
+    is_awaited = False
     _under_way: ClassVar[set[Receiving | Leaving]] = set()
 
     def __init__(self, group: Any, tensor: Tensor, peer: int, number: int) -> None:
-        self._group, self._peer, self._once = group, peer, _Once()
+        self._group, self._peer = group, peer
         try:
             self._work = group.recv([tensor], peer, number)
         except RuntimeError as error:
@@ -66,7 +67,7 @@ class Receiving:
 
     def wait(self, *limit: timedelta) -> None:
         try:
-            self._once.wait([self._work], limit)
+            _await(self, (self._work,), limit)
         except DamagedMessageError:
             self._under_way.discard(self)
             raise
@@ -99,26 +100,23 @@ class Leaving:
     write. So a message that is given up is kept until the process ends, as those of `Receiving` are.
     """
 
+    is_awaited = False
+
     def __init__(self, group: Any, work: Any) -> None:
-        self._group, self._work, self._once = group, work, _Once()
+        self._group, self._work = group, work
         Receiving._under_way.add(self)
 
     def wait(self, *limit: timedelta) -> None:
-        self._once.wait([self._work], limit)
+        _await(self, (self._work,), limit)
         Receiving._under_way.discard(self)
 
 
-class _Once:
-    """Waits for messages, also again after an interrupt: gloo would wait for another message the second time."""
-
-    def __init__(self) -> None:
-        self._has_begun = False
-
-    def wait(self, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
-        is_repeated, self._has_begun = self._has_begun, True
-        for work in works:
-            if not (is_repeated and work.is_completed()):
-                work.wait(*limit)
+def _await(message: Receiving | Leaving | _Checked, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
+    """Wait for a message; a wait that was interrupted leaves out what has arrived, since gloo would wait for more."""
+    is_repeated, message.is_awaited = message.is_awaited, True
+    for work in works:
+        if not (is_repeated and work.is_completed()):
+            work.wait(*limit)
 
 
 def check_messages(enabled: bool = True) -> None:
@@ -176,15 +174,16 @@ class CheckedGroup:
 class _Checked:
     """A message and its checksum on their way."""
 
+    is_awaited = False
+
     def __init__(self, works: Sequence[Any], told: Tensor, found: Callable[[], Tensor], rank: int) -> None:
         self._works, self._told, self._found, self._rank = works, told, found, rank
-        self._once = _Once()
 
     def is_completed(self) -> bool:
         return False  # `wait` may be called again
 
     def wait(self, *limit: timedelta) -> None:
-        self._once.wait(self._works, limit)
+        _await(self, self._works, limit)
         found = self._found()
         if not torch.equal(found, self._told):
             raise DamagedMessageError(
