@@ -27,7 +27,7 @@ MANIFEST = "checkpoint.json"
 _PART = f"{MANIFEST}.part"  # while it is written
 SAVING, REPLACED, _LOCK = ".saving", ".replaced", ".saving.lock"
 _MARKER = "not-a-checkpoint"  # in an incomplete folder of this library, during saving or removal
-# The names of all files in a checkpoint; those of tensors begin with "model" or "optimizer".
+# The names of all files in a checkpoint. The names of tensor files begin with "model" or "optimizer".
 OURS = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|checkpoint\.json(\.part)?|" + _MARKER)
 _NUMBERED = re.compile(rf"step-(\d+)({'|'.join(map(re.escape, (SAVING, REPLACED, _LOCK)))})?")
 

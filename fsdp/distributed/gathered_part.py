@@ -64,7 +64,7 @@ def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -
     source, *others = args
     if not _cuts_shards(op, source, args, kwargs) or not is_ours(source):
         return _by_torch(op, args, kwargs)
-    # What torch gathers; on the meta device it communicates nothing. Other threads have no handler meanwhile.
+    # torch decides on the meta device, where nothing is communicated. Other threads have no handler meanwhile.
     blank = torch.empty(held_part(source).shape, dtype=source.dtype, device="meta")
     found = _by_torch(op, (DTensor.__new__(DTensor, blank, source._spec, requires_grad=False), *others), kwargs)
     first = found[0] if isinstance(found, (list, tuple)) and found else found

@@ -270,7 +270,7 @@ class OuterOptimizer:
 
 
 def _load_unchanged(optimizer: torch.optim.Optimizer) -> None:
-    """Let `load_state_dict()` keep the dtypes of our state; it casts all but "step" to those of the parameters."""
+    """Let `load_state_dict()` keep the dtypes of our state. torch casts all state but "step" to parameter dtypes."""
     ours: list[tuple[Any, dict[str, Any]]] = []
 
     def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ class Assembly:
         return [torch.empty(nbytes, dtype=torch.uint8, device=self._shards.device) for nbytes in sizes]
 
     def check(self) -> None:
-        """Raise the exception for which this rank has sent other bytes than those of its shards."""
+        """Raise the exception that made this rank send bytes that are not of its shards."""
         if self._problem is not None:
             raise self._problem
 
