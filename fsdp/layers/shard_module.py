@@ -46,7 +46,7 @@ from fsdp.layers.managed_params import (
 from fsdp.layers.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.layers.options import Options
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
-from fsdp.layers.shared_params import claimed_in, refuse_nothing_own, wanted
+from fsdp.layers.shared_params import check_share, claimed_in, refuse_nothing_own, wanted
 
 if TYPE_CHECKING:
     from fsdp.engine.runtime import Runtime
@@ -159,6 +159,8 @@ def _shard_params(
     try:
         _check_params(found, unit, () if form.lists_parts else (groups.shard, reduce_group, groups.replicate))
         refuse_aliases_of_units(unit, found)
+        for one in unit.wanted if form.lists_parts else ():
+            check_share(unit, one)  # `fully_shard` shares it at once
         shards = sharder.shard(found, unit, make)
     except BaseException:
         unit.withdraw()

@@ -61,7 +61,7 @@ def share(unit: Unit, param: Any) -> None:
             "(b.weight = a.weight), wrap both with flatten_parameters=False, and pass what the first one's module "
             "shows as its weight."
         )
-    _check(unit, asked)
+    check_share(unit, asked)
     for place in asked.places:
         place.module._parameters[place.name] = None
     asked.handle.use_at(asked.places)
@@ -82,13 +82,15 @@ def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
     agreed.difference_update(common.members)
 
 
-def _check(unit: Unit, asked: Wanted) -> None:
+def check_share(unit: Unit, asked: Wanted) -> None:
+    """Raise an error if a unit cannot use a parameter of another unit."""
     owner, name = asked.owner, f"{asked.places[0].fqn} of {unit.name}"
     for one in (unit, owner):
         if one.runtime is not None:
             raise RuntimeError(
-                f"append_shared_param: {name} can be shared before the first use only, and {one.name} was used "
-                "already. Call it right after wrapping, or after `_reset_lazy_init()` on the outermost wrapper."
+                f"{name} can be shared before the first use only, and {one.name} was used already. Call fully_shard "
+                "on all modules before it, or append_shared_param right after wrapping, or after `_reset_lazy_init()` "
+                "on the outermost wrapper."
             )
     ours, theirs = _dtypes(unit.precision_at(asked.places)), _dtypes(asked.handle.precision)
     for what, differ in (
@@ -98,8 +100,8 @@ def _check(unit: Unit, asked: Wanted) -> None:
     ):
         if differ:
             raise ValueError(
-                f"append_shared_param: {name} and {_name(asked.handle)} of {owner.name} are one parameter, but their "
-                f"wrappers differ in {what}. Wrap both with the same."
+                f"{name} and {_name(asked.handle)} of {owner.name} are one parameter, but their units differ in "
+                f"{what}. Shard both with the same."
             )
 
 

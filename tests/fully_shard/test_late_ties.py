@@ -160,3 +160,26 @@ def test_what_it_is_split_from_goes_on_being_kept_in_the_same_way(reshards: Any)
     assert len(unit.handles) == 2
     assert {type(handle.kept_shard) for handle in unit.handles} == {HostCopy if reshards == "host" else KeptShard}
     assert_close_state(full_state(model), _trained_plain(), 1e-10)
+
+
+@pytest.mark.parametrize("what", ["precision", "use"])
+@on_ranks(2)
+def test_a_module_that_cannot_share_its_tied_parameter_stays_as_it_was(what: str) -> None:
+    model = Language().tie().float()
+    narrow = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fsdp.fully_shard(model.embedding, mp_policy=narrow)
+    if what == "use":
+        model.embedding(torch.tensor([1]))
+    given = {} if what == "precision" else {"mp_policy": narrow}
+    head = model.head = nn.Sequential(nn.Linear(6, 6), model.head)
+    error, message = (ValueError, "differ in precision") if what == "precision" else (RuntimeError, "used already")
+    with pytest.raises(error, match=message):
+        fsdp.fully_shard(head, **given)
+    assert unit_of(head) is None
+    assert type(head) is nn.Sequential
+    assert all(type(param) is nn.Parameter for param in head.parameters())
+    if what == "precision":
+        fsdp.fully_shard(head, mp_policy=narrow)
+        fsdp.fully_shard(model, mp_policy=narrow)
+        model(torch.tensor([1])).sum().backward()
+        assert_at_rest(model)

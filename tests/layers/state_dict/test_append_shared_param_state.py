@@ -266,7 +266,7 @@ def test_wrappers_that_differ_are_refused() -> None:
         model.l1, model.l3 = UNFLATTENED(model.l1), fully_sharded(flatten_parameters=False, **options)(model.l3)
         assert_refused(
             lambda model=model: share_between(model.l1, model.l3),  # type: ignore[misc]
-            f"weight of Linear and weight of Linear are one parameter, but their wrappers differ in {what}",
+            f"weight of Linear and weight of Linear are one parameter, but their units differ in {what}",
         )
 
 
