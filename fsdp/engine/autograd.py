@@ -204,7 +204,8 @@ class _End:
 class FollowedPass:
     """Represents a backward that other ranks run, while this rank only takes part in its collectives."""
 
-    is_alive = True
+    def __init__(self, *, is_alive: bool = True) -> None:
+        self.is_alive = is_alive
 
 
 class FreedLeaves:

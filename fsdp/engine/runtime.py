@@ -617,7 +617,11 @@ class Runtime:
         """Collective. Reduce accumulated gradients, as a backward that brings nothing more."""
         self.ensure_idle("reduce gradients")
         self.follow_backward(brings_nothing=True)
-        self.finish_backward()
+        try:
+            self.finish_backward()
+        except BaseException:
+            self._backward = FollowedPass(is_alive=False)  # the next pass discards what is left of it
+            raise
 
     def reduce_deferred(self) -> None:
         """Collective. Reduce the gradients whose placements leave that to the optimizer step, if there are any."""

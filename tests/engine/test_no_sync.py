@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, get_fsdp_instances, use_torch_collectives
+from fsdp import FullyShardedDataParallel, get_fsdp_instances, reduce_gradients, use_torch_collectives
 from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
@@ -323,3 +323,26 @@ def test_tools_can_count_collectives_by_replacing_torchs_functions() -> None:
         assert (gathers.call_count, reductions.call_count) == (3, 0)
         model(torch.ones(2, 5)).sum().backward()
         assert (gathers.call_count, reductions.call_count) == (3 + 2, 2)
+
+
+@on_ranks(2)
+def test_a_backward_after_a_reduction_that_failed_is_reduced() -> None:
+    model = nested_mlp(fully_sharded(), seed=1)
+    backward(model)
+    expected = gradients(model)
+    model.zero_grad()
+    backward(model, sync=False)
+    loss = model(torch.ones(2, 5)).sum()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("in a hook")
+
+    hooks = [param.register_hook(fail) for param in model.parameters()]
+    with pytest.raises(ValueError, match="in a hook"):
+        reduce_gradients(model)
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    assert_at_rest(model)
+    for found, value in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(found, value)
