@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -14,37 +15,52 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return the same nested lists, tuples, mappings and dataclasses with `function` applied to their tensors.
 
     Other values are unchanged. Containers without a change are returned themselves, so types that cannot be rebuilt
-    are a problem only if a value inside must be replaced.
+    are a problem only if a value inside must be replaced. A container inside of itself stays there as it is.
     """
-    return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree)[0]  # nearly always a tensor
+    return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree, {})[0]  # nearly always a tensor
 
 
-def _mapped(function: Callable[[Tensor], Any], tree: Any) -> tuple[Any, bool]:
+# What was mapped, by ids: the tree, which keeps the id in use, and the result.
+_Seen = dict[int, tuple[Any, tuple[Any, bool]]]
+
+
+def _mapped(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple[Any, bool]:
     """The new tree, and whether it is another. By a flag, because compilers cannot tell containers from each other."""
     if isinstance(tree, Tensor):
         new = function(tree)
         return new, new is not tree
+    if torch.compiler.is_compiling():
+        return _rebuilt(function, tree, seen)
+    if id(tree) not in seen:
+        seen[id(tree)] = tree, (tree, False)
+        seen[id(tree)] = tree, _rebuilt(function, tree, seen)
+    return seen[id(tree)][1]
+
+
+def _rebuilt(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple[Any, bool]:
     if isinstance(tree, PackedSequence):  # whose sizes stay on the host
-        values = _changed(function, {name: getattr(tree, name) for name in tree._fields if name != "batch_sizes"})
+        values = _changed(function, seen, {name: getattr(tree, name) for name in tree._fields if name != "batch_sizes"})
         return (tree._replace(**values), True) if values else (tree, False)
     if isinstance(tree, (list, tuple)):
-        results = [_mapped(function, item) for item in tree]
+        results = [_mapped(function, item, seen) for item in tree]
         if not any(changed for _, changed in results):
             return tree, False
         items = [item for item, _ in results]
         return (type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)), True
     if isinstance(tree, Mapping):
-        values = _changed(function, dict(tree.items()))
+        values = _changed(function, seen, dict(tree.items()))
         return (_updated(tree, values), True) if values else (tree, False)
     if is_dataclass(tree) and not isinstance(tree, type):
-        values = _changed(function, {field.name: getattr(tree, field.name) for field in fields(tree) if field.init})
+        values = _changed(
+            function, seen, {field.name: getattr(tree, field.name) for field in fields(tree) if field.init}
+        )
         return (replace(tree, **values), True) if values else (tree, False)
     return tree, False
 
 
-def _changed(function: Callable[[Tensor], Any], values: dict[Any, Any]) -> dict[Any, Any]:
+def _changed(function: Callable[[Tensor], Any], seen: _Seen, values: dict[Any, Any]) -> dict[Any, Any]:
     """Return the new values of those that change."""
-    results = {key: _mapped(function, value) for key, value in values.items()}
+    results = {key: _mapped(function, value, seen) for key, value in values.items()}
     return {key: value for key, (value, changed) in results.items() if changed}
 
 

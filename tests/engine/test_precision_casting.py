@@ -89,6 +89,21 @@ class ReadOnly(Mapping[str, Tensor]):
 
 
 @dataclass
+class Branch:
+    """A node of a tree, which refers to the node around it."""
+
+    x: Tensor
+    around: Branch | None = None
+    inside: list[Branch] = field(default_factory=list)
+
+    @classmethod
+    def tree(cls, x: Tensor) -> Branch:
+        root = cls(x)
+        root.inside.append(cls(x, root))
+        return root
+
+
+@dataclass
 class ModelOutput(OrderedDict[str, Any]):
     """An ordered dictionary with attributes that refuses `update`, as a well-known library's outputs do."""
 
@@ -194,6 +209,22 @@ def test_nests_in_which_nothing_is_cast_are_passed_on_themselves(
     given = nest(numbers().bfloat16())
     (got,), _ = given_to({"mixed_precision": TO_BRAIN}, given)
     assert got is given
+
+
+@pytest.mark.parametrize("policy", [TO_BRAIN, False])
+def test_a_nest_that_contains_itself_is_passed_on(policy: Any) -> None:
+    unit = alone(spy := Spy(Branch.tree), mixed_precision=policy)
+    given = Branch.tree(numbers())
+    mapping: dict[str, Any] = {"x": numbers()}
+    mapping["itself"] = mapping
+    output = unit(numbers(), given, mapping)
+    (_, got, items), _ = spy.got[0]
+    dtype = BRAIN if policy else SINGLE
+    assert [got.x.dtype, got.inside[0].x.dtype, items["x"].dtype] == [dtype] * 3
+    assert got.inside[0].around is given
+    assert items["itself"] is mapping
+    (output.x.sum() + output.inside[0].x.sum()).backward()
+    assert [param.grad is None for param in unit.parameters()] == [False]
 
 
 def test_inputs_are_left_alone_if_so_asked() -> None:
