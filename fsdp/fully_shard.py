@@ -403,6 +403,7 @@ class FSDPModule(_Base):
         """
         on_demand.refuse_separate_backwards(_of(self))
         units = _units(self, recurse=True)
+        _of(self).end_left_forward()
         with suppress(RuntimeError):  # which the next forward raises
             tie_assigned(units)
         for handle in [handle for unit in units if unit.state is TrainingState.IDLE for handle in unit.handles]:
@@ -692,12 +693,14 @@ class FSDPModule(_Base):
     @torch.inference_mode(False)  # in which no `DTensor` can be detached
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Reshard, and return the state dict as the module does by itself."""
-        if _of(self).state is TrainingState.IDLE:
+        (unit := _of(self)).end_left_forward()
+        if unit.state is TrainingState.IDLE:
             self.reshard()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as the module does by itself; of unsharded tensors each rank keeps its shard."""
+        _of(self).end_left_forward()
         try:
             with unswapped():
                 return super().load_state_dict(state_dict, *args, **kwargs)
@@ -765,8 +768,6 @@ def _reduced_apart(device: torch.device, handle: FlatParamHandle) -> Communicato
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Do nothing: there are no streams of communication that modules could share. The name is torch's.
-
-    All modules of a process issue their collectives in the order of the stream that is current.
 
     Raises:
         ValueError: for a module that is not sharded.

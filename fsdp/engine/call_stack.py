@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 
@@ -24,12 +23,6 @@ def calls_on(stack: FrameType | None, methods: Mapping[CodeType, object]) -> Ite
     for frame in frames_from(stack):
         if frame.f_code in methods and frame.f_locals.get("self") is methods[frame.f_code]:
             yield frame
-
-
-def runs_on_another_thread(module: nn.Module) -> bool:
-    """Return whether another thread of this process is in a call of the module."""
-    frames = (frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident())
-    return any(any(calls_on(frame, {MODULE_CALL: module})) for frame in frames)
 
 
 def is_called_from(module: str) -> bool:

@@ -7,16 +7,18 @@ is the same.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.communicator import uncompiled
+from fsdp.distributed.communicator import own_rank, uncompiled
 from fsdp.engine.autograd import (
     backward_id,
     copies_saved_tensors,
@@ -80,6 +82,13 @@ class ForwardHooks:
         inputs = args, kwargs
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
+        elif self._unit.state is TrainingState.FORWARD and self.runs(elsewhere=True):
+            self.depth += 1  # the other call goes on when this one has raised
+            raise RuntimeError(
+                f"rank {own_rank()}: {self._unit.name} is called while another thread is in its forward. A sharded "
+                "model unshards its parameters for one thread at a time: call it from one thread, or with a lock "
+                "around each forward and backward, in the same order on every rank."
+            )
         else:
             self.depth, self._handled = 1, id(sys.exc_info()[1])
             if copies_saved_tensors():
@@ -116,8 +125,8 @@ class ForwardHooks:
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of the module as its forward is run."""
         depth = self.depth
-        args, kwargs = self.before(self._module, args, kwargs)
         try:
+            args, kwargs = self.before(self._module, args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
             self.give_up(depth)
@@ -136,8 +145,20 @@ class ForwardHooks:
 
         A backward may have a stack of its own, but a recomputed forward in it, while a forward runs, is inside of that.
         """
-        calls = calls_on(sys._getframe(1), {MODULE_CALL: self._module, ForwardHooks.around.__code__: self})
-        return sum(1 for _ in islice(calls, 2)) == 2  # the first is the one that begins
+        return sum(1 for _ in islice(self._calls_on(sys._getframe(1)), 2)) == 2  # the first is the one that begins
+
+    def runs(self, *, elsewhere: bool = False) -> bool:
+        """Return whether the module is in a call, on any thread, or (`elsewhere`) on another one than this.
+
+        No hook sees the exceptions that are no `Exception`, such as `KeyboardInterrupt`, when they end a call.
+        """
+        stacks = sys._current_frames()
+        if elsewhere:
+            del stacks[threading.get_ident()]
+        return any(any(self._calls_on(stack)) for stack in stacks.values())
+
+    def _calls_on(self, stack: FrameType) -> Iterator[FrameType]:
+        return calls_on(stack, {MODULE_CALL: self._module, ForwardHooks.around.__code__: self})
 
     def _refuse_copies(self) -> None:
         if not all(handle.unsharded.is_shard for handle in self._unit.handles):
@@ -185,6 +206,11 @@ def forward_hooks_of(module: nn.Module) -> ForwardHooks:
     """Return the hooks around the forward of a module that a unit runs around."""
     hooks: ForwardHooks = module.__dict__[_ATTRIBUTE]
     return hooks
+
+
+def is_called(unit: Unit) -> bool:
+    """Return whether a module of a unit is in a call, on any thread."""
+    return any(forward_hooks_of(module).runs() for module in unit.modules)
 
 
 def _trained(unit: Unit) -> list[list[bool]]:

@@ -35,12 +35,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from fsdp.distributed.communicator import CollectiveError, Communicator, own_rank, uncompiled
+from fsdp.distributed.communicator import CollectiveError, Communicator, uncompiled
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward, retains_graph
-from fsdp.engine.call_stack import runs_on_another_thread
-from fsdp.engine.forward_hooks import Call
+from fsdp.engine.forward_hooks import Call, is_called
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
@@ -374,6 +373,11 @@ class Runtime:
                 if call.unit is unit:
                     break
 
+    def end_left_forward(self) -> None:
+        """End a forward that such an exception has ended, if its caller could not notice that either."""
+        while self._running and not is_called(self._running[0].unit):
+            self._end_failed_forward(self._running.pop().unit)
+
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
         self.ensure_backward()
@@ -653,13 +657,15 @@ class Runtime:
     @property
     def is_computing(self) -> bool:
         """Return whether a forward or backward is running."""
-        return bool(self._running) or (self.is_in_backward and in_backward())
+        is_in_forward = bool(self._running) and is_called(self._running[0].unit)
+        return is_in_forward or (self.is_in_backward and in_backward())
 
     def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
         """Raise RuntimeError unless nothing runs; what a failed forward or backward left behind is cleared first.
 
         Inside of `fsdp.join` too, where ranks that have finished would not take part, unless it `is_served` there.
         """
+        self.end_left_forward()
         if self.is_computing:
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
         if self.participation.is_joining and not is_served:
@@ -690,8 +696,8 @@ class Runtime:
 
     def reset_iteration(self) -> None:
         """Forget a forward or backward that was given up, and all gradients that were not reduced."""
-        if self.is_in_backward and in_backward():
-            raise RuntimeError(f"cannot reset the iteration in the middle of a backward of {self.root.name}")
+        if self.is_computing:
+            raise RuntimeError(f"cannot reset the iteration in the middle of a forward or backward of {self.root.name}")
         self._recover()
 
     def _recover(self) -> None:
@@ -705,12 +711,6 @@ class Runtime:
     def _abandon_backward(self) -> None:
         """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
-        if runs_on_another_thread(self._outermost.module):
-            raise RuntimeError(
-                f"rank {own_rank()}: {self._outermost.name} is called while another thread is in its forward. A "
-                "sharded model unshards its parameters for one thread at a time: call it from one thread, or with a "
-                "lock around each forward and backward, in the same order on every rank."
-            )
         self.participation.abandon()
         self._usage.abandon()
         self._reductions.abandon()

@@ -79,6 +79,8 @@ class UnitRuntime(Protocol):
 
     def give_up_forward(self, unit: Unit) -> None: ...
 
+    def end_left_forward(self) -> None: ...
+
     def before_backward(self, unit: Unit, call: Any) -> None: ...
 
     def passed(self, unit: Unit, call: Any) -> None: ...
@@ -275,6 +277,11 @@ class Unit:
         """Shard the parameters that a load has left unsharded, because an exception ended it."""
         if self.unfinished_load is not None:
             self.unfinished_load()
+
+    def end_left_forward(self) -> None:
+        """Come to rest after an exception that no hook has seen, such as `KeyboardInterrupt`."""
+        if self.runtime is not None:
+            self.runtime.end_left_forward()
 
     def require_idle(self, what: str) -> None:
         """Raise RuntimeError inside a forward or backward; end a load that was given up."""

@@ -15,6 +15,7 @@ from fsdp import FullyShardedDataParallel, optim_utils
 from fsdp.layers.fingerprints import sampled
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
+from tests.helpers.twins import assert_at_rest
 
 
 class Net(nn.Module):
@@ -59,7 +60,8 @@ def _fork(folder: Path) -> str:
 
 @on_ranks(2)
 def test_a_second_thread_is_refused() -> None:
-    model = trained_model()
+    model = FullyShardedDataParallel(nn.Sequential(net := Net(), nn.Linear(4, 4)))
+    model(torch.ones(1, 4)).sum().backward()
     errors: list[str] = []
 
     def call() -> None:
@@ -72,12 +74,13 @@ def test_a_second_thread_is_refused() -> None:
         thread.start()
         thread.join()
 
-    net = model.module.module
     net.inside = call_in_thread
-    model(torch.ones(1, 4))
+    with torch.no_grad():
+        model(torch.ones(1, 4))  # whose call goes on
+    assert_at_rest(model)
     net.inside = lambda: None
     assert len(errors) == 1
-    assert f"rank {dist.get_rank()}: root (Net) is called while another thread is in its forward." in errors[0]
+    assert f"rank {dist.get_rank()}: root (Sequential) is called while another thread is in its forward." in errors[0]
     model(torch.ones(1, 4)).sum().backward()
 
 

@@ -361,6 +361,17 @@ def _fail_and_reset(model: Any) -> Found:
 
 
 @on_ranks(2)
+def test_a_step_is_not_forgotten_in_the_middle() -> None:
+    model: Any = fsdp.fully_shard(Net(lambda net, x: net.tell() or net.layer(x), layer=nn.Linear(5, 2)))
+    model.tell = lambda: None
+    backward(model, 0)
+    model.tell = model.reset_iter_state
+    with pytest.raises(RuntimeError, match="cannot reset the iteration in the middle of a forward"):
+        model(inputs(0))
+    assert_at_rest(model)
+
+
+@on_ranks(2)
 def test_what_has_accumulated_is_forgotten_with_a_failed_step() -> None:
     found = []
     for fails in (True, False):

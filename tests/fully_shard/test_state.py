@@ -22,7 +22,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
-from tests.helpers.dtensor_twins import assert_states_within, conv_net, local, ours, torchs, uneven, whole
+from tests.helpers.dtensor_twins import (
+    assert_at_rest,
+    assert_states_within,
+    conv_net,
+    local,
+    ours,
+    torchs,
+    uneven,
+    whole,
+)
 from tests.helpers.equality import assert_same_state
 from tests.helpers.forms import full_state
 from tests.helpers.models import Net, Wrap
@@ -411,3 +420,51 @@ def assert_same_optimizer(found: dict[str, Any], expected: dict[str, Any]) -> No
             assert isinstance(other, DTensor) is isinstance(value, DTensor), (number, key)
             assert getattr(other, "placements", None) == getattr(value, "placements", None)
             assert torch.equal(local(other), local(value))
+
+
+class Interrupted(nn.Module):
+    """Raises in the middle of its forward, or of a method, if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.is_interrupted = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        return self.last(hidden)
+
+    encode = forward
+
+
+@pytest.mark.parametrize("method", ["__call__", "encode"])
+@on_ranks(2)
+def test_the_state_after_an_interrupted_forward_is_that_before(method: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Interrupted()
+    fsdp.fully_shard(module.first)
+    model: Any = fsdp.fully_shard(module)
+    fsdp.register_fsdp_forward_method(model, "encode")
+    once(model, INPUTS)
+    before = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    uses = {
+        "list": lambda: list(model.parameters()),
+        "take": lambda: model.state_dict(),
+        "load": lambda: model.load_state_dict({name: value + 1 for name, value in before.items()}),
+        "save": lambda: fsdp.save(tmp_path / method, model),
+    }
+    for name, use in uses.items():
+        model.is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            getattr(model, method)(INPUTS)
+        model.is_interrupted = False
+        use()
+        assert_at_rest(model)
+        state = model.state_dict()
+        assert all(isinstance(value, DTensor) for value in state.values()), name
+        change = 1 if name == "load" else 0
+        before = {key: value + change for key, value in before.items()}
+        assert_states_within({key: whole(value) for key, value in state.items()}, before)
+    once(model, INPUTS)

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import fsdp
 from fsdp import MixedPrecisionPolicy, TrainingState, fully_shard, register_fsdp_forward_method
+from tests.helpers.dtensor_twins import units
 from tests.helpers.equality import assert_close_state
 from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.models import Net, Wrap, keep
@@ -214,3 +215,17 @@ def test_what_cannot_be_registered() -> None:
     assert "forward" not in vars(unsharded)
     with pytest.raises(ValueError, match="Coder has no method 'sample'"):
         register_fsdp_forward_method(coder, "sample")
+
+
+@on_ranks(2)
+def test_a_method_whose_parameters_cannot_be_unsharded_leaves_nothing_behind() -> None:
+    sharded_coder: Any = fully_shard(Coder())
+    register_fsdp_forward_method(sharded_coder, "encode")
+    sharded_coder.encode(torch.ones(1, 6)).sum().backward()
+    weight = sharded_coder.down.weight
+    sharded_coder.down.weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match=r"down\.weight: expected shape \(3, 6\)"):
+        sharded_coder.encode(torch.ones(1, 6))
+    assert [unit.state for unit in units(sharded_coder)] == [TrainingState.IDLE]
+    sharded_coder.down.weight = weight
+    sharded_coder.encode(torch.ones(1, 6)).sum().backward()
