@@ -336,6 +336,7 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
     refuse_torchs_units(module)
     refuse_fake_tensors(module)
+    _fsdp_class(type(module))  # type: ignore[arg-type]  # whose class may allow no subclass
 
 
 def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
@@ -347,8 +348,7 @@ def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: Devi
 
 
 def _state(module: nn.Module) -> on_demand.FSDPState | None:
-    unit = unit_of(module) if isinstance(module, FSDPModule) else None
-    return None if unit is None else on_demand.FSDPState(unit)
+    return on_demand.FSDPState(_of(module)) if isinstance(module, FSDPModule) else None
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]

@@ -121,6 +121,20 @@ def test_what_was_refused_is_left_as_it_was() -> None:
     assert isinstance(fsdp.fully_shard(model), FSDPModule)
 
 
+@on_ranks(1)
+def test_a_module_of_a_class_that_allows_no_subclass_is_left_as_it_was() -> None:
+    class Last(nn.Linear):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("Last is not to be subclassed")
+
+    modules = [linear(), Last(5, 3)]
+    with pytest.raises(TypeError, match="not to be subclassed"):
+        fsdp.fully_shard(modules)
+    assert [type(module) for module in modules] == [nn.Linear, Last]
+    assert all(type(param) is nn.Parameter for module in modules for param in module.parameters())
+    assert isinstance(fsdp.fully_shard(modules[0]), FSDPModule)
+
+
 @on_ranks(2)
 def test_a_module_without_parameters_of_its_own_can_be_the_root() -> None:
     model: Any = fsdp.fully_shard(nn.Sequential(fsdp.fully_shard(nn.Linear(5, 5)), nn.Tanh()))
