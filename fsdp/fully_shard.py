@@ -455,7 +455,7 @@ class FSDPModule(_Base):
         Raises:
             RuntimeError: while the module computes; for a written value that the shards cannot keep.
         """
-        unit = _of(self)
+        (unit := _of(self)).end_left_forward()
         if unit.state is TrainingState.FORWARD:
             raise RuntimeError(f"cannot reshard {unit.name} in the middle of its forward")
         for handle in unit.handles:

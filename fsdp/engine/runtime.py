@@ -166,7 +166,8 @@ class Runtime:
         global _last
         self.has_run = True
         _last = weakref.ref(self)
-        if self._running or self._backward is not None:
+        self._end_running()  # which its hooks know to be over
+        if self._backward is not None:
             self._recover()
         self._outermost = unit
         self._require_own_units()
@@ -375,7 +376,11 @@ class Runtime:
 
     def end_left_forward(self) -> None:
         """End a forward that such an exception has ended, if its caller could not notice that either."""
-        while self._running and not is_called(self._running[0].unit):
+        if self._running and not is_called(self._running[0].unit):
+            self._end_running()
+
+    def _end_running(self) -> None:
+        while self._running:
             self._end_failed_forward(self._running.pop().unit)
 
     def before_backward(self, unit: Unit, call: Call) -> None:

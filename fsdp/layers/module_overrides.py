@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import check_device, is_dtensor
 from fsdp.engine.call_stack import is_called_from
-from fsdp.engine.forward_hooks import forward_hooks_of
+from fsdp.engine.forward_hooks import forward_hooks_of, is_called
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import is_ours
@@ -430,6 +430,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _call_as_forward(unit: Unit, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a unit's module, which unshards, computes and reshards as calling the module does."""
     method = MethodType(getattr(type(module), name), module)
-    if unit.state is TrainingState.FORWARD:
+    if unit.state is TrainingState.FORWARD and is_called(unit):
         return method(*args, **kwargs)
     return forward_hooks_of(module).around(method, args, kwargs)

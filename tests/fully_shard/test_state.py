@@ -468,3 +468,24 @@ def test_the_state_after_an_interrupted_forward_is_that_before(method: str, tmp_
         before = {key: value + change for key, value in before.items()}
         assert_states_within({key: whole(value) for key, value in state.items()}, before)
     once(model, INPUTS)
+
+
+@on_ranks(2)
+def test_an_interrupted_forward_leaves_what_has_accumulated() -> None:
+    found = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        model: Any = fsdp.fully_shard(Interrupted())
+        once(model, INPUTS)
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        once(model, INPUTS)
+        model.set_requires_gradient_sync(True)
+        model.is_interrupted = is_interrupted
+        if is_interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                model(INPUTS)
+        model.is_interrupted = False
+        once(model, -INPUTS)
+        found.append({name: whole(param.grad) for name, param in model.named_parameters()})
+    assert_states_within(*found)

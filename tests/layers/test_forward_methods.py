@@ -229,3 +229,33 @@ def test_a_method_whose_parameters_cannot_be_unsharded_leaves_nothing_behind() -
     assert [unit.state for unit in units(sharded_coder)] == [TrainingState.IDLE]
     sharded_coder.down.weight = weight
     sharded_coder.encode(torch.ones(1, 6)).sum().backward()
+
+
+@on_ranks(2)
+def test_after_an_interrupted_forward_a_method_computes_with_the_present_weights() -> None:
+    class Interrupted(Coder):
+        is_interrupted = False
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return super().forward(inputs)
+
+    torch.manual_seed(0)
+    coder: Any = fully_shard(Interrupted())
+    register_fsdp_forward_method(coder, "encode")
+    inputs = torch.ones(1, 6)
+    coder(inputs).sum().backward()
+    coder.is_interrupted = True
+    weight, bias = (full_state(coder)[f"down.{name}"].clone() for name in ("weight", "bias"))
+    listed = list(coder.parameters())
+    with pytest.raises(KeyboardInterrupt):
+        coder(inputs)
+    with torch.no_grad():
+        for param in listed:
+            param.mul_(2)
+        found = coder.encode(inputs)
+    torch.testing.assert_close(found, torch.tanh(nn.functional.linear(inputs, 2 * weight, 2 * bias)))
+    with pytest.raises(KeyboardInterrupt):
+        coder(inputs)
+    coder.reshard()
