@@ -20,7 +20,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree, {})[0]  # nearly always a tensor
 
 
-# What was mapped, by ids: the tree, which keeps the id in use, and the result.
+# The results by the ids of trees, with the trees, which keep their ids in use.
 _Seen = dict[int, tuple[Any, tuple[Any, bool]]]
 
 
