@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -348,8 +349,12 @@ class Job:
         self.path = self.folder / "lost"
 
     def forget_saver(self) -> None:
+        jobs, reported = list(self.saver._jobs), threading.Event()
         del self.saver
         gc.collect()
+        for job in jobs:  # the error is printed when the save ends, before this
+            job.add_done_callback(lambda _: reported.set())
+            reported.wait()
 
     def save_in_background(self) -> None:
         from fsdp.checkpoint import Saver
