@@ -190,6 +190,7 @@ class _Run:
                 self._await()
         finally:
             self.schedule.stop()
+            self._running.clear()  # a rank that was given up has nothing to put back
             self._caller.show()
             forget_groups(self._groups)
         if not self._errors and len(self._results) == self._ranks:
@@ -217,7 +218,7 @@ class _Run:
             self._network.close(rank)
         finally:
             try:
-                if dist.is_initialized():
+                if rank in self._running and dist.is_initialized():
                     dist.destroy_process_group()
             except Exception as error:  # noqa: BLE001 (as above; the other ranks must get their turn)
                 self._errors.setdefault(rank, error)

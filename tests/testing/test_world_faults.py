@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, check_messages
 from fsdp.distributed import communicator, passes
@@ -358,6 +359,7 @@ def test_a_rank_that_was_given_up_does_not_change_its_process() -> None:
     assert dist.group.WORLD is group
     assert passes.path is path
     assert dict(os.environ) == variables
+    assert init_device_mesh("cpu", (1,)).get_group() is group  # which torch finds by its name
     assert World(2).run(dist.get_rank) == [0, 1]
 
 
