@@ -213,7 +213,7 @@ def test_units_that_share_a_parameter_must_have_the_same_replicas() -> None:
     one, same, other = (
         fully_sharded(flatten_parameters=False, **group)(layer) for group, layer in zip(groups, layers, strict=True)
     )
-    with pytest.raises(ValueError, match="wrappers differ in process_group"):
+    with pytest.raises(ValueError, match="units differ in process_group"):
         other.append_shared_param(one.params[0])  # type: ignore[operator,index]
     same.append_shared_param(one.params[0])  # type: ignore[operator,index]
     around = fully_sharded(**unreplicated)(nn.Sequential(one, same, nn.Linear(5, 5)))
