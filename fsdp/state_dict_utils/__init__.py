@@ -31,13 +31,11 @@ from fsdp.distributed.devices import HOST, finish_queued
 from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
 from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_parts
 from fsdp.state_dict_utils.host_memory import require_pinning
-from fsdp.state_dict_utils.stager import PendingCopy as PendingCopy
-from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
-from fsdp.state_dict_utils.stager import origins as origins
-from fsdp.state_dict_utils.stager import restore as restore
-from fsdp.state_dict_utils.tree import CompanionMismatch as CompanionMismatch
+from fsdp.state_dict_utils.stager import PendingCopy, StateDictStager, origins, restore
 from fsdp.state_dict_utils.tree import (
+    CompanionMismatch,
     Comparison,
+    FlatMapping,
     Path,
     cannot,
     check_leaves,
@@ -46,6 +44,7 @@ from fsdp.state_dict_utils.tree import (
     differ_as_values,
     differ_in_form,
     emptied,
+    flatten_state_dict,
     has_part,
     host_twin,
     is_tensor,
@@ -53,14 +52,30 @@ from fsdp.state_dict_utils.tree import (
     mapped,
     placed,
     spelled,
+    unflatten_state_dict,
     why_unknown,
     with_own_leaves,
     without_values,
     written,
 )
-from fsdp.state_dict_utils.tree import FlatMapping as FlatMapping
-from fsdp.state_dict_utils.tree import flatten_state_dict as flatten_state_dict
-from fsdp.state_dict_utils.tree import unflatten_state_dict as unflatten_state_dict
+
+__all__ = [
+    "CompanionMismatch",
+    "FlatMapping",
+    "PendingCopy",
+    "StateDictStager",
+    "broadcast_state_dict",
+    "check_state_dict_similarity",
+    "copy_state_dict",
+    "create_cpu_state_dict",
+    "distribute_state_dict",
+    "flatten_state_dict",
+    "gather_state_dict",
+    "offload_state_dict_to_cpu",
+    "origins",
+    "restore",
+    "unflatten_state_dict",
+]
 
 _ALIGNMENT = 16  # bytes, for the widest dtype, so that a part of a buffer can have any dtype
 

@@ -35,6 +35,17 @@ from fsdp.engine.names import join
 from fsdp.layers.lazy import lazily
 from fsdp.layers.managed_params import refuse_aliases
 
+__all__ = [
+    "AutoWrapPolicy",
+    "ConfigAutoWrap",
+    "auto_wrap",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "lambda_wrap_policy",
+    "module_wrap_policy",
+    "wrap",
+]
 __getattr__, __dir__ = lazily(__name__, {})  # which tells what to use for names of torch's FSDP1
 _log = logging.getLogger("fsdp.wrap")
 

@@ -60,6 +60,16 @@ def test_names_of_its_modules_are_in_the_reference(module: str) -> None:
     assert not {f"{module}.{name}" for name in public_names(code) - again}.difference(ENTRIES)
 
 
+@pytest.mark.parametrize("module", [*MODULES, "fsdp.wrap"])
+def test_a_star_import_brings_public_names_only(module: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from {module} import *", names)
+    del names["__builtins__"]
+    public = {entry.rpartition(".")[2] for entry in ENTRIES if entry.rpartition(".")[0] in (module, "fsdp")}
+    assert names
+    assert not set(names).difference(public, {"AutoWrapPolicy"})
+
+
 def test_the_reference_has_nothing_else_and_nothing_twice() -> None:
     assert len(ENTRIES) == len(set(ENTRIES))
     for entry in ENTRIES:
