@@ -1,10 +1,10 @@
-"""Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without an all-gather.
+"""Checkpoints: folders of safetensors files. Every rank writes and reads its own ranges, without an all-gather.
 
 `writer` writes checkpoints, optionally in the background, and `loader` loads them. Both use `model_tensors` and
-`optim` to find the ranges that a rank holds of each tensor. `manifest` contains the description of a folder,
-`safetensors` its files, `checksums` the checksums of their blocks, and `json_values` and `generators` all data other
-than tensors. `folder` moves a folder to its path. `formats` contains readers and writers of other libraries'
-checkpoints, which treat checkpoints of this library as another `Source`. All readers follow the rules of `untrusted`.
+`optim` to find the ranges of each tensor on a rank. `manifest` describes a folder, `safetensors` reads and writes files
+of tensors, and `checksums` computes the checksums of blocks. `json_values` and `generators` handle all data other than
+tensors. `folder` renames a complete folder to the final path. `formats` reads and writes checkpoints of multiple
+libraries, each as a `Source`, including this library's. All readers follow the rules of `untrusted`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MANIFEST = "checkpoint.json"
-_PART = f"{MANIFEST}.part"  # while it is written
+_PART = f"{MANIFEST}.part"  # the manifest while it is written
 SAVING, REPLACED, _LOCK = ".saving", ".replaced", ".saving.lock"
 _MARKER = "not-a-checkpoint"  # in an incomplete folder of this library, during saving or removal
 # The names of all files in a checkpoint. The names of tensor files begin with "model" or "optimizer".
@@ -43,15 +43,15 @@ def place_of(path: str | os.PathLike[str] | None) -> str:
 
 
 def found(path: str | os.PathLike[str]) -> str | None:
-    """Return the complete checkpoint at a path: the folder, or a folder that a killed save has left there, or None."""
+    """Return the folder of the complete checkpoint at a path, which a killed save may have left elsewhere, or None."""
     place = os.path.realpath(path)
-    # The path itself again in the end: a running save may have renamed its folder to it since.
+    # The path again at the end, because a running save may have renamed its folder to the path meanwhile.
     folders = place, place + SAVING, place + REPLACED, place
     return next((folder for folder in folders if _is_complete(folder)), None)
 
 
 def is_left_behind(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is no checkpoint, but the rest of a save or removal that was killed."""
+    """Return whether a folder is incomplete because a save or a removal was killed."""
     return os.path.lexists(os.path.join(folder, _MARKER)) and not _is_complete(os.fspath(folder))
 
 
@@ -83,7 +83,7 @@ def _steps_named_in(folder: str | os.PathLike[str]) -> set[int]:
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint with the highest step in a folder of numbered ones; None if there is none."""
+    """Return the checkpoint with the highest step in a folder of numbered checkpoints; None if there is none."""
     places = steps(folder)
     return places[max(places)] if places else None
 
@@ -91,7 +91,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
     """Remove all checkpoints in a folder except the `keep` highest steps and `step`.
 
-    Files of lower steps whose save or removal was killed are removed too; a checkpoint that is being saved is kept.
+    Incomplete folders of lower steps are also removed, except during a running save.
     """
     kept = {*sorted(steps(folder))[-keep:], step}
     for number in _steps_named_in(folder) - kept:
@@ -128,11 +128,11 @@ class _Lock:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(self._path)):
                     self._fd = fd
-                    with suppress(OSError):  # a disk that is full is found soon enough
+                    with suppress(OSError):  # a full disk raises an error later
                         os.ftruncate(fd, 0)
                         os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
                     return True
-            os.close(fd)  # the previous holder has removed the file since
+            os.close(fd)  # the previous holder has removed the file meanwhile
         return True
 
     @property
@@ -147,7 +147,7 @@ class _Lock:
         with suppress(OSError):
             os.unlink(self._path)
         with suppress(OSError):
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing is not enough if the process was forked since
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing is not enough if the process was forked
         os.close(self._fd)
         self._fd = None
 
@@ -157,8 +157,8 @@ class Destination:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(path)
-        self.folder = self.path + SAVING  # where its files are to be written
-        self._token = b""  # in the folder that this save has made, and may remove
+        self.folder = self.path + SAVING  # the temporary folder for the new files
+        self._token = b""  # identifies the folder that this save has created
         self._lock = _Lock(self.path)
 
     def begin(self) -> None:
@@ -182,7 +182,7 @@ class Destination:
 
     @property
     def token(self) -> bytes:
-        """Return a token that is equal for all processes with access to the folder; empty without a folder."""
+        """Return the token of the folder, equal for all processes with access to it; empty without a folder."""
         try:
             return Path(self.folder, _MARKER).read_bytes()
         except OSError:
@@ -285,7 +285,7 @@ def _copy_synced(source: str, target: str) -> None:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Add the path of a file to errors of writes and syncs, which do not know it."""
+    """Add the path of a file to errors of writes and syncs, which lack the path."""
     try:
         yield
     except OSError as error:
@@ -299,7 +299,7 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    with suppress(OSError):  # not every file system knows how
+    with suppress(OSError):  # not every file system supports this
         sync(path)
 
 

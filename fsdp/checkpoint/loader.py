@@ -1,6 +1,6 @@
 """Loading a checkpoint, or plain safetensors files: each rank reads its own ranges directly into its shards.
 
-Any number of ranks can load a checkpoint, and together they compare its checksums.
+Any number of ranks can load a checkpoint. All ranks together compare the checksums.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Loaded:
     Attributes:
         path: the folder that was read.
         values: the `values` argument of `save`.
-        missing_keys, unexpected_keys: of the model, in plain names.
+        missing_keys, unexpected_keys: keys of the model that the checkpoint lacks, and vice versa, as plain names.
         has_generators: whether the states of this rank's random number generators were restored.
-        world_size: the number of ranks that saved the checkpoint; None if it is unknown.
+        world_size: the number of ranks that saved the checkpoint; None if unknown.
     """
 
     path: Path
@@ -87,27 +87,27 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     """Collective. Load unsharded values from safetensors files. Each rank reads only its own ranges.
 
     Bytes are read directly into the shard's memory. For a shard on an accelerator, or values of a different dtype, 4
-    MiB of host memory are used. With multiple ranks, no rank allocates an unsharded parameter. Buffers and parameters
-    that are not sharded are read completely on every rank; for `DTensor`s, the local part is read.
+    MiB of host memory are used as a buffer. With multiple ranks, no rank allocates an unsharded parameter. Buffers and
+    unsharded parameters are read completely on every rank; for `DTensor`s, the local part is read.
 
     Stored values are cast to the dtype of the parameter or buffer, as in `Tensor.copy_`. Tied parameters are loaded
     from the first of their names that the files contain. State dict hooks and extra state are not used.
 
     Args:
-        model: with wrapped modules, or without; not a part of a wrapped module.
+        model: a model with or without units; not a submodule of a unit.
         path: a ``.safetensors`` file, an index of multiple files (``model.safetensors.index.json``), or a folder that
-            contains either. Every rank needs the same files, but paths may differ.
-        strict: raise for missing and unexpected keys.
+            contains either. The files must be the same on every rank, but paths may differ.
+        strict: if True, missing and unexpected keys raise an error.
 
     Returns:
-        torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.
+        torch's result with ``missing_keys`` and ``unexpected_keys``, as plain names.
 
     Raises:
         RuntimeError: for all missing and unexpected keys (if `strict`) and different shapes together, before any
-            tensor is changed; in a forward or backward, or inside `summon_full_params`; if ranks have different files,
-            or another rank could not read them.
+            tensor is changed; during a forward or backward, or inside `summon_full_params`; if ranks have different
+            files, or another rank could not read its files.
         FileNotFoundError, ValueError, OSError: if this rank has no such file, or a file is invalid.
-        NotImplementedError: for a `DTensor` that is `Partial`.
+        NotImplementedError: for a `DTensor` with a `Partial` placement.
     """
     units, everyone = prepared(model, "load safetensors files")
     files = done_by_all(everyone, "open its safetensors files", lambda: SafetensorsFiles(path))
@@ -139,32 +139,32 @@ def load(
 ) -> Loaded:
     """Collective. Load a checkpoint that any number of ranks has saved. Each rank reads only its own ranges.
 
-    Like `fsdp.load_safetensors`, but every byte that is read is also compared with the checksums of the checkpoint.
+    Like `fsdp.load_safetensors`, but all bytes are also compared with the checkpoint's checksums during reading.
 
-    Folders of ``torch.distributed.checkpoint`` are also loaded by ranges, but have no checksums. The model must be the
-    value of ``model`` or the whole tree, and the optimizer the value of ``optimizer`` (docs/checkpoints.md has the
-    rules). So are folders that ``accelerate``, and the Trainer of ``transformers``, have written, with torch's FSDP or
-    without sharding. Without sharding, the optimizer's state has numbers, the positions of parameters in its groups.
+    Folders of ``torch.distributed.checkpoint`` are also loaded by ranges, but without comparing checksums. The model
+    and the optimizer are found under their usual keys, for example ``model`` and ``optimizer`` (docs/checkpoints.md
+    lists the rules). Folders of ``accelerate`` and of the Trainer of ``transformers`` are also supported, with torch's
+    FSDP or unsharded. If unsharded, the optimizer's state is keyed by the positions of parameters in the groups.
 
     Args:
-        path: its folder. A complete checkpoint that a killed save has left there is also found.
-        model: with units, or without; not a part of a wrapped module.
+        path: the folder. A complete checkpoint that a killed save has left under a temporary name is also found.
+        model: a model with or without units; not a submodule of a unit.
         optimizer: an optimizer of the model's parameters, or a list of optimizers, with the same groups as in the
-            checkpoint; they receive the saved settings. None skips the optimizer state of the checkpoint.
-        strict: raise for missing and unexpected keys of the model. For optimizers, mismatches always raise.
-        generators: restore the states of this rank's random number generators, if the number of ranks is the same.
-        weights: False leaves the model as it is, and loads only the optimizer, which must be given.
+            checkpoint. The saved settings are loaded, too. By default, no optimizer state is loaded.
+        strict: if True, missing and unexpected keys of the model raise an error. Optimizers must always match.
+        generators: if True, and the number of ranks is the same, restore this rank's random number generators.
+        weights: if False, load only the optimizer, which is then required, and do not change the model.
 
     Returns:
         The values that were saved with the checkpoint, its step, and the missing keys.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint at `path`.
-        RuntimeError: for all mismatches together, before any tensor is changed; in a forward or backward, or inside
-            `summon_full_params`; on every rank, with the reason, if another rank fails.
+        RuntimeError: for all mismatches together, before any tensor is changed; during a forward or backward, or
+            inside `summon_full_params`; on every rank, with the reason, if another rank fails.
         ValueError: if a file is damaged; the message names the file and the tensor. Parameters and state may already
-            have been changed: load another checkpoint. Also if an optimizer is given, and the checkpoint has none,
-            or if ``weights=False`` and no optimizer is given.
+            have been changed: load another checkpoint. Also if an optimizer is given, and the checkpoint contains
+            none, or if ``weights=False`` and no optimizer is given.
         OSError: if a file cannot be read.
     """
     units, everyone = prepared(model, "load a checkpoint")
@@ -183,7 +183,7 @@ def load(
         for ranks in everyone:  # all must have opened the same checkpoint
             agree_on(ranks, "checkpoints", source.identity, source.path)
 
-        # As many ranks may have other process groups than when they saved, and each has its own generators again.
+        # The process groups may differ from the save's: generators are restored by the ranks' global numbers.
         numbers = sorted(numbers_of(everyone[0])) if len(everyone) == 1 else []
 
         def look() -> _Plan:
@@ -201,7 +201,7 @@ def load(
 
 
 class _Plan:
-    """The parts of a checkpoint that a model and its optimizers receive. RuntimeError for all mismatches together."""
+    """The parts of a checkpoint to load into a model and optimizers. All mismatches raise a single RuntimeError."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class _Plan:
         return {} if self._state is None else self._state.read()
 
     def give(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Call the methods and hooks of optimizers and modules, which are the user's."""
+        """Load the state of optimizers, modules and generators, which may run code of the user."""
         if self._state is not None:
             self._state.give(state)
         for name, module in self._modules.items():
@@ -256,8 +256,8 @@ def _opened(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> S
 
 
 def _of_others(place: str, model: nn.Module, optimizer: Any) -> Source | None:
-    """Open the folder of another library; None if it is not of a format that is loaded without being converted."""
-    from fsdp.checkpoint.formats.accelerate_folder import is_accelerate, read_accelerate  # loaded for such folders only
+    """Open the folder of another library; return None if its format cannot be loaded without a conversion."""
+    from fsdp.checkpoint.formats.accelerate_folder import is_accelerate, read_accelerate  # imported only if required
     from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp
     from fsdp.checkpoint.formats.plain_folder import plain_optimizer, read_plain
     from fsdp.checkpoint.formats.trees import Choices
@@ -274,10 +274,10 @@ def _of_others(place: str, model: nn.Module, optimizer: Any) -> Source | None:
 
 
 def _names_of(place: str, model: nn.Module, optimizer: Any) -> list[list[str]]:
-    """Return the names of the parameters in an optimizer's groups, in whose order plain optimizers number them.
+    """Return the parameters' names in each group of an optimizer; plain optimizers number them in this order.
 
     Raises:
-        ValueError: for flat parameters, which are several in one.
+        ValueError: for flat parameters, each of which contains multiple parameters, and for multiple optimizers.
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     if len(given) != 1:
@@ -293,7 +293,7 @@ def _names_of(place: str, model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 
 def _compare(source: Source, everyone: Sequence[Ranks]) -> None:
-    """Collective. Compare the blocks of which ranks have read different ranges, if there are checksums."""
+    """Collective. Compare the checksums, if any, of blocks that multiple ranks have read in part."""
     checked = [files for files in (source.model, source.optimizer) if isinstance(files, CheckedFiles)]
     if not checked:
         return
@@ -308,13 +308,13 @@ def _compare(source: Source, everyone: Sequence[Ranks]) -> None:
 
 
 def _generators(source: Source, everyone: Sequence[Ranks], numbers: Sequence[int]) -> GeneratorStates | None:
-    """Return the states of this rank's generators, if as many ranks load the checkpoint as saved it.
+    """Return this rank's generator states; None without saved states, or if the number of ranks differs.
 
-    `numbers` are the ranks' numbers among all ranks, in the order of the states.
+    `numbers` contains the ranks' global numbers in the order of the saved states, or is empty.
     """
     if source.generators is None or len(everyone) > 1:
         return None
-    ranks = all_ranks(everyone, "load a checkpoint")  # that have saved a model without units, too
+    ranks = all_ranks(everyone, "load a checkpoint")  # also for a model without units
     if size_of(ranks) != source.world_size:
         return None
     number = numbers.index(own_rank()) if numbers else own_rank()

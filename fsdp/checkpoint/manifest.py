@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, ``checkpoint.json``: its files, their checksums, and all data other than tensors."""
+"""The manifest of a checkpoint, ``checkpoint.json``: the files, the checksums, and all data other than tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = 1
 _FORMAT = "fsdp checkpoint"
 _STEMS = ("model", "optimizer")
 _KEYS = ("world_size", *_STEMS, "optimizer_rest", "extra", "generators", "values")
-_ATTEMPTS = 10  # to open a checkpoint that is replaced meanwhile
+_ATTEMPTS = 10  # to open a checkpoint while another process replaces it
 _Found = TypeVar("_Found")
 
 
@@ -30,12 +30,12 @@ _Found = TypeVar("_Found")
 class TensorFiles:
     """A set of tensors in a single safetensors file or in multiple files."""
 
-    stem: str  # the first part of their names
+    stem: str  # the first part of the file names
     files: Mapping[str, Sequence[int]]  # by name: size of the file, size of its header, checksum
-    checksums: Mapping[str, str]  # of a tensor's blocks, by its name
+    checksums: Mapping[str, str]  # of each tensor's blocks, by name
 
     def damaged_heads(self, folder: str) -> Iterator[str]:
-        """Yield the errors of the files outside their tensors."""
+        """Yield errors for missing files, wrong sizes and damaged headers."""
         for name, (nbytes, head_nbytes, checksum) in self.files.items():
             path = beside(os.path.join(folder, MANIFEST), name)
             try:
@@ -59,13 +59,13 @@ class TensorFiles:
 
 
 def _entrance(stem: str, files: Collection[str]) -> str:
-    """Return the name of the only file, or of the index of several."""
+    """Return the name of the single file, or of the index of multiple files."""
     return f"{stem}{SUFFIX if len(files) == 1 else INDEX_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class TensorSet:
-    """Tensors that are to be written, to files of their own."""
+    """Tensors to write, and the planned files that contain only these tensors."""
 
     stem: str
     entries: list[Entry]
@@ -77,7 +77,7 @@ class TensorSet:
 
     @property
     def own(self) -> dict[str, Entry]:
-        """Return the tensors, by name, of which this rank has values to write."""
+        """Return the tensors with values that this rank writes, by name."""
         return {entry.name: entry for entry in self.entries if entry.values is not None}
 
     def create(self, folder: str) -> None:
@@ -99,7 +99,7 @@ class TensorSet:
 def manifest_of(
     world_size: int, sets: Iterable[TensorFiles], *, optimizer_rest: Any, extra: Any, generators: Any, values: Any
 ) -> bytes:
-    """Return the manifest of a checkpoint with these sets of tensors; the rest is as in `Source`."""
+    """Return the manifest of a checkpoint with these sets of tensors; for the other arguments, see `Source`."""
     files = {each.stem: {"files": dict(each.files), "crc32": dict(each.checksums)} for each in sets}
     content = {
         "format": _FORMAT,
@@ -120,7 +120,7 @@ def _read(folder: str) -> tuple[dict[str, Any], str]:
     """Return the content of the manifest of a complete checkpoint, with `TensorFiles` as sets, and its checksum.
 
     Raises:
-        ValueError: if it is damaged, or of a newer version.
+        ValueError: if the manifest is damaged, or of a different version.
     """
     path = os.path.join(folder, MANIFEST)
     with reading(path):
@@ -215,8 +215,8 @@ def examine_ours(
     """Read a whole folder of `fsdp.save`, and append all errors to `problems`.
 
     Returns:
-        The number of bytes of its tensors, which is also passed to `start` before they are read, and a description of
-        the check.
+        The number of bytes of the tensors, which is also passed to `start` before reading, and a description of the
+        check.
     """
 
     def look(folder: str, stack: ExitStack) -> tuple[list[str], list[CheckedFiles]]:
@@ -248,11 +248,11 @@ def _held(files: TensorFiles, folder: str, stack: ExitStack) -> CheckedFiles:
 
 
 def _steadily(path: str | os.PathLike[str], look: Callable[[str, ExitStack], _Found]) -> _Found:
-    """Return what a function finds in a checkpoint's folder, all of one checkpoint.
+    """Return the result of `look` for the folder of a checkpoint, from the files of a single save.
 
-    A save in another process may rename, replace or remove the folder meanwhile. If the manifest is still the same
-    after `look` has opened the files, they belong together, and open files can be read whatever happens to the folder.
-    `look` registers opened files on the stack.
+    A save in another process may rename, replace or remove the folder meanwhile. If the manifest is unchanged after
+    `look` has opened the files, the files belong to the same save. Open files can be read even if the folder is
+    removed. `look` registers opened files on the stack.
     """
     for _ in range(_ATTEMPTS):
         folder = complete(path)
@@ -274,7 +274,7 @@ def _steadily(path: str | os.PathLike[str], look: Callable[[str, ExitStack], _Fo
 
 
 def _identity(folder: str) -> tuple[int, ...] | None:
-    """Return what distinguishes the manifest in a folder from the manifest of another save; None if there is none."""
+    """Return the identity of the manifest in a folder, which differs between saves; None without a manifest."""
     try:
         status = os.stat(os.path.join(folder, MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
@@ -283,7 +283,7 @@ def _identity(folder: str) -> tuple[int, ...] | None:
 
 
 def complete(path: str | os.PathLike[str]) -> str:
-    """Return the folder of the checkpoint that is meant by a path; FileNotFoundError if there is none."""
+    """Return the folder of the complete checkpoint at a path; FileNotFoundError if there is none."""
     place = place_of(path)
     folder = found(place)
     if folder is None:
@@ -313,30 +313,30 @@ def _what_is_there(path: str) -> str:
 
 
 def values(path: str | os.PathLike[str]) -> Any:
-    """Return the `values` that a checkpoint was saved with. In one process, and without reading a tensor.
+    """Return the saved `values` of a checkpoint, in a single process and without reading tensors.
 
     Args:
-        path: its folder.
+        path: the folder of the checkpoint.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if what describes it is damaged.
+        ValueError: if the manifest is damaged.
     """
     return decoded(_steadily(path, lambda folder, _: _read(folder))[0]["values"])
 
 
 def verify(path: str | os.PathLike[str]) -> int:
-    """Read a checkpoint from end to end and compare its checksums. In one process, which needs 4 MiB of memory.
+    """Read a complete checkpoint and compare all checksums, in a single process with 4 MiB of memory.
 
     Args:
-        path: its folder.
+        path: the folder of the checkpoint.
 
     Returns:
-        The number of bytes of its tensors.
+        The number of bytes of the tensors.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if it is damaged; it names all files and tensors that are.
+        ValueError: if the checkpoint is damaged; the message names all damaged files and tensors.
     """
     problems: list[str] = []
     nbytes, _ = examine_ours(path, lambda nbytes: lambda done: None, problems)

@@ -1,4 +1,4 @@
-"""A model's tensors in files, each once under a single FQN, with the ranges that each rank writes and reads."""
+"""The tensors of a model in files, each under a single FQN, and the ranges that each rank writes and reads."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # compared by nam
 
 @dataclass(frozen=True)
 class Held:
-    """The elements that this rank holds of a tensor: numbers ``start:stop`` of a box of it, in row-major order.
+    """The elements of a tensor on this rank: elements ``start:stop`` of a box of the tensor, in row-major order.
 
-    They are consecutive in the rank's `vector`, from `offset` on.
+    The elements are consecutive in this rank's `vector`, from `offset` on.
     """
 
     box: Box
@@ -57,7 +57,7 @@ class Held:
         return self.stop - self.start
 
     def ranges(self, shape: torch.Size) -> list[tuple[int, int]]:
-        """Return where they are in the row-major tensor, which is of this shape."""
+        """Return the ranges of the elements in the row-major tensor of this shape."""
         return list(self.box.ranges(shape, self.start, self.stop))
 
 
@@ -91,7 +91,7 @@ class SlotTensor:
 
     @property
     def form(self) -> str:
-        """The form of a parameter that files contain as another tensor; empty for other parameters."""
+        """The form of a parameter that files contain as a tensor of another form; empty for other parameters."""
         example = self.handle.flat_param.examples[self.slot]
         count = 0 if example is None else len(inner_of(example))
         text = self.description if self.packing is None else ""
@@ -133,7 +133,7 @@ class SlotTensor:
         return self.handle.flat_param.vector if self.packing is None else self.handle.flat_param.vector.view(self.dtype)
 
     def fill(self, read: Callable[[Tensor], None]) -> None:
-        """Call a function that writes to the vector of the elements that this rank holds."""
+        """Call a function that writes the values of this rank's elements to a vector."""
         self.handle.storage.check(self.handle.name)
         self.handle.values.fill(
             self.slot, lambda shard: read(shard if self.packing is None else shard.view(self.dtype))
@@ -147,8 +147,8 @@ class UnshardedTensor:
 
     names: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
-    device: torch.device  # for a tensor without memory
-    filled: Callable[[], None] | None = None  # is called when it has a loaded value
+    device: torch.device  # of the memory, if the tensor is on the meta device
+    filled: Callable[[], None] | None = None  # called after a value was loaded
 
     handle: ClassVar[None] = None
     slot: ClassVar[int] = 0
@@ -171,7 +171,7 @@ class UnshardedTensor:
 
     @cached_property
     def packing(self) -> Any:
-        """The packing of a frozen tensor of a quantised class, whose bytes are saved as if it was sharded, or None."""
+        """The packing of a frozen tensor of a quantised class, which is saved as bytes; None for any other tensor."""
         if not is_packed(self.tensor, in_rows=True):
             return None
         from fsdp.layers.packing import Packing  # for quantised parameters
@@ -185,7 +185,7 @@ class UnshardedTensor:
 
     @property
     def form(self) -> str:
-        """The form of a tensor that files contain as another tensor; empty for other tensors."""
+        """The form of a tensor that files contain as a tensor of another form; empty for other tensors."""
         return _in_header(self.description)
 
     @property
@@ -248,7 +248,7 @@ class UnshardedTensor:
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory contains its values: `conj` conjugates, or negates, when a value is read."""
+    """Return a tensor whose memory contains the values, also after `conj`, which conjugates or negates lazily."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -261,7 +261,7 @@ def _in_header(form: str) -> str:
 
 
 def read_held(files: TensorReader, key: str, target: Target, into: Tensor) -> None:
-    """Fill a vector with the elements that this rank holds of a tensor, or with the state for each of them."""
+    """Fill a vector with this rank's elements of a tensor, or of an optimizer's elementwise state of the tensor."""
     done = 0
     for first, last in () if target.held is None else target.held.ranges(target.shape):
         files.read(key, into[done : done + last - first], first)
@@ -269,7 +269,7 @@ def read_held(files: TensorReader, key: str, target: Target, into: Tensor) -> No
 
 
 def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
-    """Collective the first time. Return the units of a model, with shards as users see them, and their ranks."""
+    """Collective the first time. Update the shards to the user's changes; return the model's units and their ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"cannot {what}: the model must be a torch.nn.Module, got {type(model).__name__}")
     units = units_of(model.modules())
@@ -292,7 +292,7 @@ def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
     parts = [MeshPart.of(tensor) for tensor in (*model.parameters(), *model.buffers())]
     parts += [part for handle in handles_of(units) for part in handle.flat_param.parts]
     found: list[tuple[Collection[int], Ranks]] = [(unit.ranks, unit.everyone)]
-    order = {comm.group: number for number, comm in enumerate(unit.everyone)}  # so that ranks have the same numbers
+    order = {comm.group: number for number, comm in enumerate(unit.everyone)}  # keeps the ranks' numbers
     for mesh in dict.fromkeys(part.mesh for part in parts if part is not None):
         groups = [group for spread_over, group in groups_of(mesh).values() if len(spread_over) > 1]
         groups.sort(key=lambda group: order.get(group, len(order)))
@@ -310,7 +310,7 @@ def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
     """Return all tensors of a model that files contain, sharded or not, each once with all its names.
 
-    A parameter whose modules were taken out of the model is in a shard, and has no name.
+    A sharded parameter has no name, and is omitted, if its modules were removed from the model.
     """
     paths_of = paths_in(model)
     sharded = [
@@ -346,7 +346,7 @@ def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have state which is no tensor (``get_extra_state``), by the names of that state."""
+    """Return the modules with extra state (``get_extra_state``), by the name of the state."""
     return {
         plain_name(f"{paths[0]}_extra_state"): module
         for module, paths in paths_in(model).items()
@@ -360,12 +360,12 @@ def keys_of(target: Target) -> tuple[str, ...]:
 
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
-    """Return all handles that the modules of some units see, each once."""
+    """Return all handles whose parameters the modules of these units use, each once."""
     return list(dict.fromkeys(handle for unit in units for handle in unit.visible_handles))
 
 
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
-    """Make sure that every shard is complete, not in use, and of this library."""
+    """Raise an error for shards that are in use, of torch's FSDP1, or of a unit that is not in the model."""
     require_shards(units, what)
     inside = set(units)
     for module in model.modules():
@@ -384,7 +384,7 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
 
 
 def all_ranks(everyone: Sequence[Ranks], what: str) -> Ranks:
-    """Return the ranks that save a model together; of a model without units, all ranks."""
+    """Return the ranks that save a model together; for a model without units, all ranks."""
     if len(everyone) > 1:
         raise RuntimeError(
             f"cannot {what}: the outermost units of this model are spread over different ranks. "
@@ -398,7 +398,7 @@ def all_ranks(everyone: Sequence[Ranks], what: str) -> Ranks:
 
 
 def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
-    """Collective. Return the units of a model whose values can be saved or sent, and the ranks that do it together."""
+    """Collective. Check that the values of a model can be saved or sent; return the units and the ranks for this."""
     units, everyone = prepared(model, what)
     ranks = all_ranks(everyone, what)
     _require_one_model(model, units, what)
@@ -414,7 +414,7 @@ def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
 
     def place(name: str) -> int:
         path = name
-        while path not in order:  # a tensor that a module adds may have dots in its name there
+        while path not in order:  # names of added tensors may contain dots
             path = path[:-1].rpartition(".")[0]
             path += "." if path else ""
         return order[path]
@@ -424,10 +424,10 @@ def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
 
 
 def _require_one_model(model: nn.Module, units: Sequence[Unit], what: str) -> None:
-    """Raise RuntimeError if other ranks have other parameters under the same names."""
+    """Raise RuntimeError if ranks have different parameters under the same names."""
     most = max((size_of(unit.everyone) for unit in outermost_units(model)), default=1)
     for unit in units:
-        # Expert parallelism: other ranks have other parts of the same parameters, which say so.
+        # Expert parallelism: ranks have different parts of the same parameters, as their `MeshPart`s show.
         is_spread = all(is_on_many_ranks(handle.flat_param.parts) for handle in unit.owned_handles)
         if is_apart(unit, most) and not is_spread:
             raise RuntimeError(
@@ -437,7 +437,7 @@ def _require_one_model(model: nn.Module, units: Sequence[Unit], what: str) -> No
 
 
 def written_here(tensors: Mapping[str, Target], ranks: Ranks, what: str) -> set[str]:
-    """Collective. Return the names of the tensors that this rank writes: of replicas, the first rank writes."""
+    """Collective. Return the names of the tensors that this rank writes; the first rank writes replicated elements."""
 
     def digests() -> tuple[dict[str, bytes], tuple[int, set[bytes]]]:
         held = {name: target.held for name, target in tensors.items()}
@@ -460,7 +460,7 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks, what: str) -> set[
 
 
 def _crossing(tensors: Mapping[str, Target]) -> str:
-    """Return the names and ranks of two tensors, neither of which is on all ranks of the other, if there are such."""
+    """Return a description of two tensors, neither of which is on all ranks of the other; empty if there are none."""
     spread: dict[frozenset[int], str] = {}
     for name, target in tensors.items():
         group = None if target.handle is None else target.handle.comm.group

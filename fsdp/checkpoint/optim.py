@@ -1,6 +1,6 @@
 """A checkpoint's optimizer state: tensors with the parameters' shapes, under ``<name>/<key>``, and other values.
 
-Elementwise state has the same layout as the parameter's shard, so it is written and read by the same ranges. Numbers
+Elementwise state has the same layout as the parameter's shard, so the same ranges are written and read. Numbers
 (``step``) and other values are in the manifest, keyed by the parameter's name, and so are the parameter groups.
 Multiple optimizers are saved as a single optimizer.
 """
@@ -52,8 +52,8 @@ class Optimizers:
     """The optimizers of a model, each with different parameters, combined like the single optimizer of a checkpoint.
 
     Attributes:
-        tensors: of the model.
-        groups: the contents of each parameter group of the optimizers.
+        tensors: the model's tensors, by name.
+        groups: the parameters in each parameter group of all optimizers.
     """
 
     def __init__(self, given: Any, tensors: Mapping[str, Target]) -> None:
@@ -118,13 +118,13 @@ class Optimizers:
             optimizer.load_state_dict({"state": own, "param_groups": groups})
             for param in () if isinstance(optimizer, OwnedOptimizer) else numbers.keys() & states.keys():
                 for key, value in states[param].items():
-                    if isinstance(value, Tensor) and key != "step":  # torch casts all others to the parameter's dtype
+                    if isinstance(value, Tensor) and key != "step":  # which torch casts to the parameter's dtype
                         device = value.device if value.dim() else optimizer.state[param].get(key, value).device
                         optimizer.state[param][key] = value.to(device)
 
 
 def _refuse_other_state(optimizer: Any) -> None:
-    """Raise TypeError for an optimizer around another one that has a state dict of its own."""
+    """Raise TypeError for a wrapper of an optimizer whose state dict has a different structure."""
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         return  # it has called torch's constructor
     keys = optimizer.state_dict().keys()
@@ -137,7 +137,7 @@ def _refuse_other_state(optimizer: Any) -> None:
 
 
 def kind_to_json(kind: Kind, where: str) -> list[Any]:
-    """Return a kind in its manifest form: a word, and the dtype or the value; `where` is its name in messages."""
+    """Return the manifest form of a kind: a word, and the dtype or the value; messages contain `where`."""
     if isinstance(kind, Value):
         return ["value", encoded(kind.value, where)]
     if kind.dtype not in KINDS:
@@ -149,7 +149,7 @@ def kind_to_json(kind: Kind, where: str) -> list[Any]:
 
 
 def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
-    """Return the state of a parameter as it is in the manifest, as `kind_to_json` does."""
+    """Return the manifest form of a parameter's state; see `kind_to_json`."""
     found = {}
     for key, kind in kinds.items():
         where = f"the optimizer's state '{key}' of {name}"
@@ -164,7 +164,7 @@ def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
 
 
 def kinds_from_json(saved: Any, name: str) -> Kinds:
-    """Return the state of the parameter `name` that `kinds_to_json` was given."""
+    """Return the state of the parameter `name` from its manifest form; the inverse of `kinds_to_json`."""
     if not isinstance(saved, dict):
         raise ValueError(f"the optimizer's state of {short(name)} is {short(saved)}")
     return {key: _kind_from_json(kind, key, name) for key, kind in saved.items()}
@@ -198,7 +198,7 @@ def kinds_to_save(optimizers: Optimizers) -> list[OwnKinds]:
 
 
 def common_state(heard: Sequence[list[OwnKinds]]) -> list[Kinds]:
-    """Return the kinds of the state of each parameter, which the ranks that have elements of it must share."""
+    """Return the kinds of each parameter's state; ValueError if ranks with elements of the parameter differ."""
     shared = shared_kinds(heard)
     problem = next((problem for each in shared for problem in each.problems()), None)
     if problem is not None:
@@ -225,8 +225,8 @@ def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Colle
                 if isinstance(kind, Elements):
                     part: tuple[Tensor | None, list[tuple[int, int]] | None] = None, None
                     if key in vectors and one.is_owned:
-                        # The first replica writes. A parameter that is not shared has all ranks as owners, and its
-                        # writer also writes the state.
+                        # The first replica writes. All ranks own an unsharded parameter, and the rank that writes it
+                        # also writes the state.
                         is_first = original.name in written if one.handle is None else one.replicas.rank == 0
                         part = (vectors[key], [(0, vectors[key].numel())]) if is_first else part
                     elif key in vectors and original.name in written:
@@ -238,7 +238,7 @@ def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Colle
 
 
 def _elements_of(original: Original, one: OptimParam, target: Target, vector: Tensor) -> Tensor | None:
-    """Return the elements of an original that this rank holds, of a flat tensor like the optimizer's parameter."""
+    """Return this rank's elements of an original in `vector`, which is flat and like the optimizer's parameter."""
     place, held = one.interval(original, one.comm.rank), target.held
     return None if place is None or held is None else vector[place.offset : place.offset + held.numel]
 
@@ -252,7 +252,7 @@ def rest_of(
 ) -> dict[str, Any]:
     """Return an optimizer's part of the manifest: groups with names of parameters, and states (`kinds_to_json`).
 
-    Unless `has_groups`, parameters with equal settings are merged into a group.
+    `has_groups` is False if the groups were derived from the settings of each parameter.
     """
     return {
         "optimizer": optimizer,
@@ -266,7 +266,7 @@ def rest_of(
 
 
 def check_rest(rest: Any, tensors: Container[str]) -> None:
-    """Raise ValueError unless all is as `rest_of` makes it, for these tensors."""
+    """Raise ValueError unless `rest` has the form of `rest_of`, and `tensors` contains all elementwise state."""
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
     if not (
         isinstance(groups, list)
@@ -290,7 +290,7 @@ def check_rest(rest: Any, tensors: Container[str]) -> None:
 
 
 class StatePlan:
-    """The parts of a checkpoint that optimizers load, and the `problems` for which they cannot."""
+    """The parts of a checkpoint that optimizers load, and the `problems` that prevent loading."""
 
     def __init__(self, given: Any, tensors: Mapping[str, Target], source: Source) -> None:
         rest = source.optimizer_rest
@@ -309,9 +309,9 @@ class StatePlan:
         numbers, self.problems = match_groups(
             groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", has_groups, empty
         )
-        # Of each group those that were saved, encoded; None for a group without parameters.
+        # The saved options of each group, encoded; None for a group without parameters.
         self._options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
-        # With the originals' names in the checkpoint.
+        # Each with the originals' names in the checkpoint, and the kinds of its state.
         self._states: list[tuple[OptimParam, dict[Original, str], Kinds]] = []
         for one in params:
             if one.is_bytes:
@@ -321,7 +321,7 @@ class StatePlan:
                 kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
                 for original in kinds if one.is_owned else ():
                     try:
-                        nested_state(kinds[original])  # as it will be, when it has been read
+                        nested_state(kinds[original])  # as after reading
                     except ValueError as error:
                         raise ValueError(f"{source.path}: {saved[original]}: {error}") from None
                 self.problems.extend(_misfits(saved, kinds, self._files, one.is_owned))

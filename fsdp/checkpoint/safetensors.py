@@ -1,8 +1,8 @@
-"""The safetensors format: tensors in files, reading ranges, and writing files by multiple ranks concurrently.
+"""The safetensors format: ranges of tensors are read from files, and multiple ranks write files concurrently.
 
-A file is eight bytes with the length N of the header (little-endian), N bytes of JSON, and the data:
-``{name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}``, offsets counted from
-the end of the header, values row-major and little-endian, without gaps. Multiple files have an index,
+A file contains the length N of the header (eight bytes, little-endian), N bytes of JSON, and the data:
+``{name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}``. Offsets are counted
+from the end of the header; values are row-major and little-endian, without gaps. Multiple files have an index,
 ``model.safetensors.index.json`` with ``{"weight_map": {name: file}}``. Source: https://huggingface.co/docs/safetensors
 and the reference implementation, which has the same limits.
 
@@ -50,14 +50,14 @@ _ONE_FILE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 _MAX_ENTRY = 8192  # characters of a tensor's entry in a header
 _MAX_DIMS = 64  # as in numpy
-_MOST_ELEMENTS = (1 << 63) - 1  # that torch can count
-_LENGTH_BYTES = 8  # of the header's length, before it
-_METADATA = "__metadata__"  # the member of a header that is no tensor
-_FORM = "form of "  # begins the key of a tensor's form in a header's metadata
-# Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
-# the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
+_MOST_ELEMENTS = (1 << 63) - 1  # the maximum in torch
+_LENGTH_BYTES = 8  # of the header's length, at the start of a file
+_METADATA = "__metadata__"  # the key of a header that is not a tensor's name
+_FORM = "form of "  # the prefix of a tensor's name in a header's metadata, for the tensor's form
+# Data begin at a multiple of these bytes in the file, as tensors do in memory; the header is padded with spaces. If the
+# alignments in the processor's cache lines differed, copies to and from the page cache took twice the time.
 _LINE = 64
-_STORED_AT_ONCE = 1 << 20  # bytes: the disk begins to store larger writes at once; small ones share pages
+_STORED_AT_ONCE = 1 << 20  # bytes: larger writes are sent to the disk immediately; small writes share pages
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ NO_KIND = (
 
 
 class SafetensorsFiles(TensorReader):
-    """The tensors of a file, of files with an index (``*.safetensors.index.json``), or of a folder with either."""
+    """The tensors of a file, of multiple files with an index (``*.safetensors.index.json``), or of a folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(_resolve(path), {})
@@ -115,7 +115,7 @@ class SafetensorsFiles(TensorReader):
 
     @property
     def digest(self) -> str:
-        """Return a hash of the headers, wherever the files lie: of names, dtypes, shapes and places, not of values."""
+        """Return a hash of names, dtypes, shapes, file names and offsets; folders and values are not included."""
         places = sorted(
             (name, str(each.dtype), list(each.shape), os.path.basename(each.file), self._stored[name].begin)
             for name, each in self.tensors.items()
@@ -135,7 +135,7 @@ class SafetensorsFiles(TensorReader):
 
 
 def files_by_name(index: str) -> dict[str, str]:
-    """Return the path of each tensor's file, of the index of several files.
+    """Return the path of each tensor's file from an index of multiple files, by the tensor's name.
 
     Raises:
         FileNotFoundError: if one of the files does not exist.
@@ -192,13 +192,13 @@ def _members(path: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class _JsonText:
-    """A header's text, and how far it was decoded."""
+    """The text of a header, and the position of the next character to decode."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
 
     def members(self) -> Iterator[str]:
-        """Yield the names of an object's members. The caller decodes each value before it asks for the next name."""
+        """Yield the names of an object's members. The caller must decode each value before requesting the next name."""
         self._take("{")
         if self._next() == "}":
             self._take("}")
@@ -211,7 +211,7 @@ class _JsonText:
                 return
 
     def strings(self) -> dict[str, str]:
-        """Decode an object of strings; ValueError if it has anything else."""
+        """Decode an object of strings; ValueError for any other value."""
         return {name: self._string(f"string for {readable(name, 200)}") for name in self.members()}
 
     def entry(self, name: str) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class _JsonText:
         return found
 
     def _next(self) -> str:
-        """Return the next character that is no space; an empty string at the end."""
+        """Return the next character that is not whitespace; an empty string at the end."""
         found = cast(re.Match[str], _NEXT.match(self._text, self._at))
         self._at = found.start(1)
         return found[1]
@@ -264,9 +264,9 @@ def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
     if any(type(number) is not int or not 0 <= number <= _MOST_ELEMENTS for number in numbers):
         raise ValueError(f"{name} in {path} has shape {short(shape)} and data_offsets {short(entry['data_offsets'])}")
     numel = 0 if 0 in shape else 1
-    for size in shape if numel else ():  # in Python's numbers, which do not overflow
+    for size in shape if numel else ():  # with Python's integers, which do not overflow
         numel *= size
-        if numel > most:  # of a file that has a byte for each of them: its numbers may have thousands of digits
+        if numel > most:  # more than the file can contain; the product may have thousands of digits
             break
     if end - begin != numel * DTYPES[kind].itemsize:
         raise ValueError(
@@ -291,7 +291,7 @@ def _check_places(path: str, tensors: Mapping[str, StridedTensor], first: int, s
 
 
 def _resolve(path: str | os.PathLike[str]) -> str:
-    """Return the file or index that is meant by a path."""
+    """Return the file or index at a path, or in the folder at the path."""
     place = os.fspath(path)
     if not os.path.isdir(place):
         return place
@@ -312,8 +312,8 @@ def _resolve(path: str | os.PathLike[str]) -> str:
 class CheckedFiles(SafetensorsFiles):
     """Files whose bytes are compared with checksums while they are read; damaged bytes raise ValueError.
 
-    Blocks that this rank reads completely are compared immediately. For blocks at the ends of its ranges it has
-    fragments, which are combined with the fragments of other ranks after all ranks have read.
+    Blocks that this rank reads completely are compared immediately. Fragments of blocks at the ends of ranges are
+    combined with the fragments of other ranks after all ranks have read.
     """
 
     def __init__(self, path: str | os.PathLike[str], checksums: Mapping[str, str]) -> None:
@@ -325,12 +325,12 @@ class CheckedFiles(SafetensorsFiles):
         missing = next((name for name in checksums if name not in self.tensors), None)
         if missing is not None:
             raise ValueError(f"{self.path} has no tensor {readable(missing)}, and there are checksums of it")
-        self.tensors = {name: self.tensors[name] for name in checksums}  # in their own order
+        self.tensors = {name: self.tensors[name] for name in checksums}  # in the order of the checksums
         self._fragments: list[Fragment] = []
         self._checksums = ChecksumThreads()
 
     def hold(self) -> None:
-        """Open the files, to read them even if a save replaces the checkpoint; if there are very many, only some."""
+        """Open the files, so that they can be read after a save replaces the checkpoint; at most 64 stay open."""
         for file in dict.fromkeys(each.file for each in self._stored.values()):
             self._files.open(file)
 
@@ -403,7 +403,7 @@ class Entry:
     shape: torch.Size
     values: Tensor | FoundTensor | None = None  # flat, of any dtype and device
     ranges: Sequence[tuple[int, int]] | None = None  # row-major, consecutive in `values`; None for all of the tensor
-    form: str = ""  # of a parameter that is in the file in another form, as its bytes
+    form: str = ""  # of a parameter that the file contains in another form, for example as bytes
 
     @property
     def nbytes(self) -> int:
@@ -411,12 +411,12 @@ class Entry:
 
     @property
     def extents(self) -> list[tuple[int, int]]:
-        """Return which bytes of the tensor its values are."""
+        """Return the ranges of the values, in bytes of the tensor."""
         ranges = [(0, self.shape.numel())] if self.ranges is None else self.ranges
         return [(start * self.dtype.itemsize, stop * self.dtype.itemsize) for start, stop in ranges]
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """Yield the number of a first byte, and bytes from there on to the border of a block, or to a range's end."""
+        """Yield chunks of the values: the offset in the tensor, and the bytes up to the end of a block or a range."""
         values, size = self.values, self.dtype.itemsize
         if values is None:
             return
@@ -439,7 +439,7 @@ class Entry:
 
 
 def _batches(every: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Put together ranges that follow each other, as long as there are at most so many bytes in them."""
+    """Group adjacent ranges into batches of at most `most` bytes."""
     batch: list[tuple[int, int]] = []
     room = most
     for begin, end in every:
@@ -454,11 +454,11 @@ def _batches(every: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple
 
 @dataclass(frozen=True, eq=False)
 class PlannedFile:
-    """A file that is to be written."""
+    """A file to write."""
 
-    name: str  # in its folder
-    head: bytes  # all that is before the data
-    begins: dict[str, int]  # by a tensor's name, the byte of the file at which it begins
+    name: str  # without the folder
+    head: bytes  # all bytes before the data
+    begins: dict[str, int]  # the offset of each tensor in the file, by name
     nbytes: int
 
 
@@ -505,7 +505,7 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
         }
     }
     offset, offsets = 0, {}
-    # Each tensor is aligned: tensors that fill whole lines first, then from the largest elements to the smallest.
+    # All tensors are aligned: tensors that fill whole lines come first, then the largest elements before the smallest.
     for entry in sorted(entries, key=lambda each: (each.nbytes % _LINE > 0, -each.dtype.itemsize)):
         offsets[entry.name] = offset
         header[entry.name] = {
@@ -542,9 +542,9 @@ def write_parts(
     entries: Mapping[str, Entry],
     advance: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Fragment]:
-    """Write this rank's parts of tensors, by name, into files that are there, and return their checksums.
+    """Write this rank's parts of tensors, by name, into existing files, and return the checksums.
 
-    In the end, the disk keeps them.
+    Each file is synced to the disk. `advance` receives the number of bytes of each write.
     """
     with closing(ChecksumThreads()) as checksums:
         for file in files:
@@ -562,7 +562,7 @@ def write_parts(
 
 @contextmanager
 def opened_to_write(folder: str, file: PlannedFile) -> Iterator[int]:
-    """Open a file that is there; in the end, the disk keeps it."""
+    """Open an existing file for writing, and sync the file to the disk at the end."""
     path = os.path.join(folder, file.name)
     fd = os.open(path, os.O_WRONLY)
     try:
@@ -574,15 +574,15 @@ def opened_to_write(folder: str, file: PlannedFile) -> Iterator[int]:
 
 
 def write_at(fd: int, memory: memoryview, offset: int) -> None:
-    """Write all of it, in as many calls as the system wants."""
+    """Write all bytes of the memory, in multiple calls if the system writes only a part."""
     while memory:
         count = os.pwrite(fd, memory, offset)
         memory, offset = memory[count:], offset + count
 
 
 def store_at(fd: int, memory: memoryview, offset: int) -> None:
-    """Write all of it. The disk begins to store large parts at once, instead of in the `fsync` at the end."""
+    """Write all bytes of the memory. Large writes are sent to the disk immediately, instead of during `fsync`."""
     write_at(fd, memory, offset)
     if sys.platform == "linux" and len(memory) >= _STORED_AT_ONCE:
-        with suppress(OSError):  # Linux starts to write changed pages to the disk, and drops others from its cache
+        with suppress(OSError):  # Linux starts to write dirty pages to the disk, and drops clean pages
             os.posix_fadvise(fd, offset, len(memory), os.POSIX_FADV_DONTNEED)

@@ -1,14 +1,14 @@
-"""Saving a checkpoint: all ranks agree on its contents and write them.
+"""Saving a checkpoint: all ranks agree on the contents and write them.
 
-There are two steps. `prepare` examines the model and plans the parts that each rank writes (`Plan`). `write` writes
-the files, and moves them to their path after all of them are on disk. `write` does not use the model, only the memory
-of the parts.
+A save has two steps. `prepare` examines the model and plans the parts for each rank (`Plan`). `write` writes the
+files, and renames the folder to the final path after all files are on disk. `write` does not use the model, only the
+memory of the parts.
 
 If ranks do not share a file system, ranks without access to the folder send their ranges to rank 0, which writes them.
-They send a block at a time, sequentially, so that no rank needs memory for more than a block (`Senders`).
+They send single blocks sequentially, so no rank requires memory for more than one block (`Senders`).
 
-A `Saver` copies the data to host memory, and a thread on each rank writes the copies during training. The threads
-communicate over separate groups, so that their messages cannot be confused with messages of the training.
+A `Saver` copies the data to host memory, and a thread on each rank writes the copies during training. The threads use
+separate process groups, so their messages cannot be confused with messages of the training.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint"
 _SENT = "parts of a checkpoint"
-# By the name of a tensor, the begin and end of a rank's ranges, in bytes of the tensor.
+# The begin and end of each range of a rank, in bytes of the tensor, by the tensor's name.
 _Extents = dict[str, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators."""
+    """The content of a checkpoint. Parts of entries, extra state, values and generators may differ between ranks."""
 
     sets: list[TensorSet]  # of the model and the optional optimizer
-    optimizer_rest: Any  # other values of its state; encoded, like the next fields
-    extra: dict[str, Any]  # state of modules that is no tensor
+    optimizer_rest: Any  # other values of the optimizer's state; encoded, like the next three fields
+    extra: dict[str, Any]  # extra state of modules, by name
     values: Any
-    generators: Any  # the states of this rank's; None if they are not to be saved
-    cast: dict[str, torch.dtype]  # by name, the dtype of parameters that are saved in a different dtype
+    generators: Any  # the states of this rank's generators; None if they are not saved
+    cast: dict[str, torch.dtype]  # the previous dtype of each parameter that is cast, by name
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Saved:
     """A checkpoint that was saved.
 
     Attributes:
-        path: its folder.
-        nbytes: the size of its files with tensors.
-        cast: by name, the dtype of each parameter that was saved in a different dtype.
+        path: the folder.
+        nbytes: the size of the files with tensors, in bytes.
+        cast: the previous dtype of each parameter that was saved in a different dtype, by name.
     """
 
     path: Path
@@ -106,14 +106,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of a checkpoint: a folder, or with a step a subfolder of a folder with multiple checkpoints."""
+    """The destination of a checkpoint: a folder, or, with a step, a subfolder of a folder with multiple checkpoints."""
 
     path: str | os.PathLike[str]
     step: int | None = None
     keep: int | None = None
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for what is no path, step or number of checkpoints."""
+        """Raise TypeError or ValueError for an invalid path, step or number of checkpoints."""
         _require_number("step", self.step)
         _require_number("keep", self.keep)
         if not os.fspath(self.path):
@@ -128,7 +128,7 @@ class Place:
         return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
 
     def require_replaceable(self) -> None:
-        """Raise ValueError if this process is in the folder, which a checkpoint replaces as a whole."""
+        """Raise ValueError if the current folder of the process is in the folder, which the checkpoint replaces."""
         folder, here = map(os.path.realpath, (self.folder, os.getcwd()))
         if os.path.commonpath((folder, here)) == folder:
             raise ValueError(
@@ -147,7 +147,7 @@ class Place:
         return f"{self.folder} is a complete checkpoint: that from before, or this one if all ranks had written it."
 
     def tidy(self) -> None:
-        """Remove older checkpoints that need not be kept, after this checkpoint is complete."""
+        """Remove the older checkpoints beyond `keep`, after this checkpoint is complete."""
         if self.keep is not None and self.step is not None:
             rotate(self.path, self.keep, self.step)
 
@@ -165,51 +165,51 @@ def save(
     max_file_bytes: int | None = None,
     generators: bool = True,
 ) -> Saved:
-    """Collective. Save a model, and its optimizer, as files with unsharded tensors, under their FQNs.
+    """Collective. Save a model, and optionally its optimizer, as files with unsharded tensors under their FQNs.
 
     Every rank writes the ranges of its own shards directly from memory into the final files. There is no all-gather,
     and values that are cast or on an accelerator require only a few blocks of 4 MiB. The first replica writes
-    replicated shards, and rank 0 writes tensors that are not sharded (buffers, ignored parameters). Tied parameters
-    are written under the first of their names. Ranks without access to rank 0's folder send their ranges to rank 0, a
-    block at a time.
+    replicated shards, and rank 0 writes unsharded tensors (buffers, ignored parameters). Tied parameters are written
+    under the first of their names. Ranks without access to rank 0's folder send their ranges to rank 0, in single
+    blocks.
 
-    The files are written under a temporary name, synced to the disk, and then renamed to `path`. If the save fails or
-    is killed at any moment, the previous checkpoint is kept. User files in this checkpoint are copied to the new
-    checkpoint.
+    The files are written to a temporary folder and synced to the disk, and the folder is then renamed to `path`. If
+    the save fails or is killed at any moment, the previous checkpoint is kept. User files in the previous checkpoint
+    are copied to the new checkpoint.
 
     Args:
         path: the folder, with the same name on all ranks. An existing checkpoint or an empty folder is replaced.
-        model: a wrapped model, a model with units inside, or a plain model. A plain model must be equal on all ranks
+        model: a wrapped model, a model with units, or a plain model. A plain model must be equal on all ranks
             of the default process group.
-        optimizer: an optimizer of the model's parameters, or a list of optimizers with different parameters; None
-            saves no optimizer. Elementwise state is saved as tensors with the parameter's shape, numbers and parameter
-            groups by the parameters' names. State of other shapes raises an error.
-        step: save to ``step-00000100`` in the folder `path` instead, which `newest` finds.
-        keep: with `step`, the number of checkpoints to keep. After this checkpoint is complete, all checkpoints except
-            those with the highest steps are removed.
+        optimizer: an optimizer of the model's parameters, or a list of optimizers with different parameters; by
+            default, no optimizer is saved. Elementwise state is saved as tensors with the parameter's shape, numbers
+            and parameter groups by the parameters' names. State of other shapes raises an error.
+        step: the training step. If given, the folder is the subfolder ``step-00000100`` of `path`; see `newest`.
+        keep: with `step`, the number of checkpoints to keep, by default all. After this checkpoint is complete, the
+            checkpoints with the lowest steps are removed.
         values: additional values of rank 0: None, numbers, strings, bytes, lists, tuples, dicts, and tensors up to 1
             MiB each.
-        dtype: the dtype of floating-point parameters; None saves them in their own dtype. Buffers keep their dtype.
+        dtype: the dtype of floating-point parameters, by default their dtype in the model. Buffers keep their dtype.
         max_file_bytes: the maximum number of bytes of tensors in a file, as Hugging Face divides models
-            (``model-00001-of-00003.safetensors`` and an index). None creates a single file for the model and a single
-            file for the optimizer.
-        generators: save the states of the random number generators of every rank (Python's, NumPy's, torch's).
+            (``model-00001-of-00003.safetensors`` and an index). By default, the model is a single file, and the
+            optimizer another.
+        generators: if True, save the states of every rank's random number generators (Python's, NumPy's, torch's).
 
     Returns:
         The path of the checkpoint, its size, and the cast parameters.
 
     Raises:
-        RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
-            for units with other ranks than the outermost unit; on every rank, with the reason, if another rank fails,
-            or if ranks have different paths, steps or settings.
+        RuntimeError: during a forward or backward, or inside `summon_full_params`; if parameters have no values; if
+            the ranks of a unit differ from the ranks of the outermost unit; on every rank, with the reason, if another
+            rank fails, or if ranks have different paths, steps or settings.
         OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
         TypeError: for `values` of other types, with their position; for arguments that are not a model, optimizer,
             number or float dtype.
         ValueError: for an optimizer of other parameters, or two optimizers of the same parameter; for state that is
-            neither of the parameter's shape nor a number, with parameter, key and shape; if other ranks of this job
-            have saved another model there, such as another stage of a pipeline.
-        NotImplementedError: for parameters on meshes that cross, so that neither has all ranks of the other, with two
-            parameters and their ranks; for `Partial` placements.
+            neither a number nor of the parameter's shape (the message names parameter, key and shape); if other ranks
+            of this job have saved a different model to `path`, for example another stage of a pipeline.
+        NotImplementedError: for parameters on two meshes neither of which contains the other (the message names two
+            parameters and their ranks); for `Partial` placements.
     """
     place = Place(path, step, keep)
     found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
@@ -280,7 +280,7 @@ def _check_arguments(place: Place, dtype: Any, max_file_bytes: Any) -> None:
 def _optimizer_state(
     optimizer: Any, tensors: dict[str, Target], written: Collection[str], ranks: Ranks
 ) -> Callable[[], tuple[list[Entry], Any]]:
-    """Collective. Return what finds the tensors of an optimizer's state, and the other values for the manifest."""
+    """Collective. Return a function that returns the tensors of an optimizer's state and its manifest values."""
 
     def look() -> tuple[Optimizers, tuple[list[OwnKinds], dict[str, str]]]:
         optimizers = Optimizers(optimizer, tensors)
@@ -298,7 +298,7 @@ def _require_number(name: str, value: Any) -> None:
 
 
 def release(units: Sequence[Unit]) -> None:
-    """Tell storages that their shards were read and will not be needed soon."""
+    """Notify the storages that their shards were read and are not needed soon."""
     for handle in handles_of(units):
         handle.storage.release()
 
@@ -312,7 +312,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
         done_by_all([ranks], what, job if is_first else lambda: None)
 
     def begin() -> tuple[None, bytes]:
-        if not is_first:  # a network file system would remember that it has not found the folder
+        if not is_first:  # a network file system would cache that the folder does not exist
             return None, b""
         _refuse_other_model(destination.path)
         destination.begin()
@@ -322,7 +322,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
 
     try:
         _, tokens = told_by_all(ranks, f"make {destination.folder}", begin)
-        is_seen = is_first or destination.token == tokens[0]  # tried, not assumed
+        is_seen = is_first or destination.token == tokens[0]  # tested, not assumed
         heard = _written(destination, found, ranks, is_seen=is_seen)
         on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
         if place.keep is not None:
@@ -330,7 +330,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     except BaseException as error:
         if is_first:
             destination.abandon()
-        if isinstance(error, CollectiveError):  # the dead rank may be the first, which knows the outcome
+        if isinstance(error, CollectiveError):  # only the first rank knows the outcome, and it may be dead
             told, *rest = str(error).splitlines()
             error.args = ("\n".join([told, place.what_is_there, *rest]),)
         raise
@@ -339,17 +339,17 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
 
 
 def _refuse_other_model(path: str) -> None:
-    """Record that this rank saves there as the first of its model's ranks.
+    """Record in the job's store that this rank, the first of its model's ranks, saves to a path.
 
     Raises:
-        ValueError: if another rank of this job has saved a checkpoint there in the same way.
+        ValueError: if the first rank of another model in this job has saved a checkpoint to the path.
     """
     if not dist.is_initialized():
         return
-    key, mine = f"fsdp.save {os.fsencode(path)!r}", str(own_rank())  # the store takes UTF-8 only
+    key, mine = f"fsdp.save {os.fsencode(path)!r}", str(own_rank())  # the store supports only UTF-8
     try:
-        # The store of all ranks. Only one thread at a time can use a connection, and another may wait in it for ranks
-        # that wait for this save.
+        # The store of all ranks, by a separate connection. A thread that waits for a key blocks its connection, and may
+        # wait for ranks that wait for this save.
         store = dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]
         first = store.compare_set(key, "", mine).decode()
     except (AttributeError, RuntimeError):  # simulated ranks have no store
@@ -365,12 +365,12 @@ def _refuse_other_model(path: str) -> None:
         )
 
 
-# By rank: for each set the checksums of the rank's ranges, and its number among all with the states of its generators.
+# For each rank: the checksums of its ranges in each set, and its global rank with the states of its generators.
 _Written = list[tuple[list[list[Fragment]], tuple[int, Any]]]
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks, *, is_seen: bool) -> _Written:
-    """Collective. Write all ranges to the files, of which this rank may not have seen the folder."""
+    """Collective. Write all ranges to the files; a rank without access to the folder sends its ranges."""
     unseen = [] if is_seen else [entry for each in found.sets for entry in each.entries]
     senders = Senders(ranks, unseen, destination.folder)
 
@@ -378,7 +378,7 @@ def _written(destination: Destination, found: Plan, ranks: Ranks, *, is_seen: bo
         fragments: list[list[Fragment]] = [[] for _ in found.sets]
         own = [each.own for each in found.sets]
         files = [(number, file) for number, each in enumerate(found.sets) for file in each.files] if is_seen else []
-        # Ranks begin with different files: most file systems let one process write to a file at a time.
+        # Ranks begin with different files, because most file systems permit a single writer of a file at a time.
         first = number_among(ranks) * len(files) // size_of(ranks)
         for number, file in files[first:] + files[:first]:
             fragments[number] += write_parts(destination.folder, [file], own[number])
@@ -398,7 +398,7 @@ def _manifest(found: Plan, ranks: Ranks, heard: _Written) -> bytes:
         each.written(one for fragments, _ in heard for one in fragments[number])
         for number, each in enumerate(found.sets)
     ]
-    of_ranks = sorted((each for _, each in heard), key=itemgetter(0))  # `heard` depends on the model's process groups
+    of_ranks = sorted((each for _, each in heard), key=itemgetter(0))  # the order in `heard` depends on process groups
     generators = None if found.generators is None else [states for _, states in of_ranks]
     rest = {"optimizer_rest": found.optimizer_rest, "extra": found.extra, "values": found.values}
     return manifest_of(size_of(ranks), sets, generators=generators, **rest)
@@ -423,7 +423,7 @@ class Senders:
     def send(
         self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]
     ) -> tuple[None, list[Fragment]]:
-        """Collective. Send the data of all senders to rank 0, which writes it; return the checksums second."""
+        """Collective. Send the data of all senders to rank 0, which writes it. Return this rank's checksums second."""
         sent: list[Fragment] = []
         problem: Exception | None = None
         data = chain.from_iterable(entry.chunks() for entry in entries)
@@ -433,7 +433,7 @@ class Senders:
                     _, memory = next(data)
                     sent.append(fragment(name, begin, memory))
                     chunk = torch.frombuffer(memory, dtype=torch.uint8)
-                except Exception as error:  # noqa: BLE001 (rank 0 waits for all chunks, so others take their place)
+                except Exception as error:  # noqa: BLE001 (rank 0 waits for all chunks: send substitutes)
                     problem = error
             if problem is not None:
                 chunk = torch.empty(end - begin, dtype=torch.uint8, device=HOST)
@@ -446,7 +446,7 @@ class Senders:
         return None, merged(sent)
 
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
-        """Write the received data, or discard it after an error, because the senders do not know of the error."""
+        """Write the received data, or discard it after an error, because the senders cannot detect the error."""
         problem: OSError | None = None
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=HOST)
         with ExitStack() as stack:
@@ -471,7 +471,7 @@ class Senders:
                 raise problem
 
     def _chunks(self, rank: int, names: Collection[str]) -> Iterator[tuple[str, int, int]]:
-        """Yield the chunks of a rank in the order in which it sends them: the tensor, and the range of bytes."""
+        """Yield the chunks of a rank in the order of sending: the name of the tensor, and the range of bytes."""
         for name, extents in self.ranks.get(rank, {}).items():
             for extent in extents if name in names else ():
                 yield from ((name, *span) for span in spans(*extent))
@@ -499,23 +499,23 @@ def _print_error(job: Future[Saved]) -> None:
 
 
 class Saver(AbstractContextManager["Saver"]):
-    """Saves checkpoints in the background: training waits for a copy to host memory only.
+    """Saves checkpoints in the background: training waits only for a copy to host memory.
 
-    Each rank copies the data that it writes: its shards, and its part of the optimizer's state. The memory is reused
-    for the next checkpoint.
+    Each rank copies the data that it writes: shards of the model, and its part of the optimizer's state. The memory is
+    reused for the next checkpoint.
 
     An error in the background is raised on every rank, by the next `save` or by `wait`. If neither is called, the
-    error is printed. The interpreter does not exit before a checkpoint is written, but
-    ``torch.distributed.destroy_process_group()`` must not be called before: use the saver in a ``with`` block, or call
-    `wait`.
+    error is printed. The interpreter does not exit before a checkpoint is written. However,
+    ``torch.distributed.destroy_process_group()`` must be called only after the checkpoint is complete: use the saver
+    in a ``with`` block, or call `wait` first.
 
     Args:
-        when_busy: the behaviour of `save` while the last checkpoint is still being written on any rank: "wait" for it,
-            or "raise" a RuntimeError on every rank.
-        pin_memory, max_bytes: of the copies, see `fsdp.StateDictStager`.
+        when_busy: the behaviour of `save` while any rank is still writing the last checkpoint: "wait" until it is
+            complete, or "raise" a RuntimeError on every rank.
+        pin_memory, max_bytes: options of the copies, see `fsdp.StateDictStager`.
 
     Raises:
-        ValueError: for another `when_busy`; as `StateDictStager`.
+        ValueError: for an unknown `when_busy`, and as in `StateDictStager`.
     """
 
     def __init__(
@@ -526,7 +526,7 @@ class Saver(AbstractContextManager["Saver"]):
         self._waits = when_busy == "wait"
         self._stager = StateDictStager(pin_memory, max_bytes=max_bytes)
         self._jobs: list[Future[Saved]] = []  # the last job, until its outcome was reported
-        self._saved: Saved | None = None  # by the last job
+        self._saved: Saved | None = None  # the result of the last job
         weakref.finalize(self, _report, self._jobs)
 
     @property
@@ -548,11 +548,11 @@ class Saver(AbstractContextManager["Saver"]):
         max_file_bytes: int | None = None,
         generators: bool = True,
     ) -> None:
-        """Collective. Save as `fsdp.save`, but return when model and optimizer may be changed again.
+        """Collective. Save as `fsdp.save`, but return as soon as model and optimizer may be changed again.
 
         Raises:
             RuntimeError: if the last checkpoint is still being written, and `when_busy` is "raise".
-            Exception: the exception of the last save; this save does not begin then.
+            Exception: the exception of the last save. In this case, this save does not begin.
             MemoryError: if the copies need more than `max_bytes`.
             Also all exceptions that `fsdp.save` raises before it writes.
         """
@@ -564,10 +564,10 @@ class Saver(AbstractContextManager["Saver"]):
         found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
         found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
         release(units)
-        place = replace(place, path=os.path.abspath(place.path))  # the thread may run in another current folder
+        place = replace(place, path=os.path.abspath(place.path))  # the current folder may change later
         job: Future[Saved] = Future()
         work = job, place, found, tuple(comm.apart() for comm in ranks)
-        # The interpreter waits for this thread at its end.
+        # Not a daemon: the interpreter waits for this thread at exit.
         threading.Thread(target=_write_for, name=f"saves {place.folder}", args=work).start()
         self._jobs.append(job)
         self._saved = None
@@ -592,7 +592,7 @@ class Saver(AbstractContextManager["Saver"]):
 
     def _finish(self) -> None:
         if self._jobs:
-            self._jobs[0].exception()  # waits, and an interrupt keeps the job
+            self._jobs[0].exception()  # waits; an interrupt of the wait keeps the job
             self._saved = self._jobs.pop().result()
 
     def _copied(self, found: Plan) -> Plan:
@@ -614,6 +614,6 @@ class Saver(AbstractContextManager["Saver"]):
             if error is None:
                 raise
             print("fsdp: besides, a checkpoint could not be saved:", file=sys.stderr)
-            traceback.print_exc()  # and let the error pass that the block was left with
+            traceback.print_exc()  # the exception of the block propagates
         finally:
             self._stager.close()
