@@ -1,6 +1,6 @@
-"""Tensors that modules add to their state dicts by a `_save_to_state_dict` of their own, as layers of bitsandbytes do.
+"""Tensors that modules add to state dicts by overriding `_save_to_state_dict`, for example layers of bitsandbytes.
 
-They are neither parameters nor buffers, so only that method knows them, and `_load_from_state_dict` takes them back.
+These tensors are neither parameters nor buffers: only this method returns them, and `_load_from_state_dict` loads them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _REMEDY = "get_extra_state() and set_extra_state() of a module save such state."
 
 
 def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
-    """Return the tensors that a module, without those inside of it, adds to its state dict, by their names there.
+    """Return the tensors that a module, without its submodules, adds to its state dict, by name.
 
-    Warns of what no checkpoint has: other entries, and those of a method that reads sharded parameters.
+    Warns of entries that checkpoints do not contain: other types, and entries computed from sharded parameters.
 
     Args:
         module: any module.
-        path: its name with a dot at the end, for messages.
+        path: the name of the module with a dot at the end, for messages.
     """
     if getattr(module._save_to_state_dict, "__func__", None) is nn.Module._save_to_state_dict:
         return {}
@@ -42,7 +42,7 @@ def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
         )
     buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
     listed = module._parameters | buffers
-    own = {id(each) for each in listed.values()}  # also under a former name
+    own = {id(each) for each in listed.values()}  # also under a different name
     added = {
         key: value for key, value in entries.items() if not (key in listed or key == "_extra_state" or id(value) in own)
     }
@@ -53,10 +53,10 @@ def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
 
 
 def _without_shards(module: nn.Module) -> nn.Module:
-    """Return the module, or one with the same state except parameters whose entries a checkpoint has already.
+    """Return the module, or a shallow copy without the parameters whose entries a checkpoint already contains.
 
-    These are sharded parameters, of which this rank has a part, and those that are saved as bytes with all that their
-    class keeps of them.
+    These are sharded parameters, of which this rank has a part, and parameters that are saved as bytes together with
+    the data of their class.
     """
     sharded = [
         name
@@ -74,10 +74,10 @@ def _without_shards(module: nn.Module) -> nn.Module:
 
 
 def take_back(module: nn.Module, path: str, entries: dict[str, Tensor], key: str) -> None:
-    """Return the entries to the module that added them, after one of them was loaded in place.
+    """Pass the entries to the module that has added them, after the entry `key` was loaded in place.
 
     Raises:
-        RuntimeError: if the module has another value of that one afterwards.
+        RuntimeError: if the module has a different value of `key` afterwards.
     """
     module._load_from_state_dict(dict(entries), "", {}, False, [], [], [])
     now = added_tensors(module, path).get(key)

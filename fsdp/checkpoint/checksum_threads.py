@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from fsdp.checkpoint.checksums import Fragment, fragment
 
-_MOST_THREADS = 4  # where a host has many more cores than ranks, the others stay free
+_MOST_THREADS = 4  # of a rank; additional cores are not used
 
 
 class ChecksumThreads:
     """Computes the checksums of blocks in the processor cores that the host's ranks do not use.
 
-    zlib and isal release Python's global lock, as reads and writes do. A single block, and each block on a host
-    without a free core, is computed by the calling thread, and then no thread is started.
+    zlib and isal release Python's global lock, as reads and writes do. The calling thread computes single blocks, and
+    all blocks on a host without a free core; in these cases no thread is started.
     """
 
     def __init__(self) -> None:
@@ -42,20 +42,20 @@ class ChecksumThreads:
         return found + [future.result() for future in running] + own
 
     def close(self) -> None:
-        """End the threads; more work starts new ones."""
+        """Stop the threads; later blocks start new threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
 
     def _start(self, name: str, begin: int, memory: memoryview) -> None:
-        if len(self._running) > self._most:  # so that few blocks wait in memory
+        if len(self._running) > self._most:  # limits the number of blocks in memory
             self._found.append(self._running.popleft().result())
         if self._most:
             try:
                 self._pool = self._pool or ThreadPoolExecutor(self._most, "fsdp checksums")
                 self._running.append(self._pool.submit(fragment, name, begin, memory))
                 return
-            except RuntimeError:  # the interpreter exits, and the last checkpoint is written
+            except RuntimeError:  # the interpreter exits during the last save
                 self._found += [future.result() for future in self._running]
                 self._running.clear()
                 self._most = 0
@@ -63,7 +63,7 @@ class ChecksumThreads:
 
 
 def free_cores() -> int:
-    """Return how many processor cores a rank may use besides one of its own, if the host's ranks share its cores."""
+    """Return the number of additional processor cores for a rank, if the ranks of the host divide its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(given) if given.isdecimal() else dist.get_world_size() if dist.is_initialized() else 1

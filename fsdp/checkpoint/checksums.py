@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fsdp.checkpoint.untrusted import short
 
-try:  # with instructions of the processor: three times as fast as zlib, for the same checksum
+try:  # using special instructions, three times as fast as zlib for the same checksum
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
@@ -64,7 +64,7 @@ def merged(fragments: Iterable[Fragment]) -> list[Fragment]:
 
 
 def spans(begin: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """Divide bytes ``begin:end`` of a tensor at the borders of blocks, or of several blocks of so many bytes."""
+    """Divide bytes ``begin:end`` of a tensor at multiples of `nbytes`, by default at the borders of blocks."""
     while begin < end:
         stop = min(end, (begin // nbytes + 1) * nbytes)
         yield begin, stop
@@ -123,7 +123,7 @@ def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
 
 
 def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]]]:
-    """Return fragments by tensor and number of their block."""
+    """Return the fragments by the name of the tensor and the number of the block."""
     found: dict[str, dict[int, list[Fragment]]] = {}
     for each in fragments:
         found.setdefault(each.name, {}).setdefault(each.block, []).append(each)
@@ -135,12 +135,12 @@ def of_tensor(fragments: Mapping[int, Iterable[Fragment]], nbytes: int) -> list[
 
 
 def as_text(checksums: Iterable[int]) -> str:
-    """Return checksums as text, of eight hexadecimal digits each."""
+    """Return checksums as text, using eight hexadecimal digits for each."""
     return "".join(f"{each:08x}" for each in checksums)
 
 
 def from_text(text: str) -> list[int]:
-    """Return the checksums in a text of `as_text`."""
+    """Return the checksums from a text; the inverse of `as_text`."""
     if len(text) % 8 or not _DIGITS.fullmatch(text):
         raise ValueError(f"{short(text)} is not made of eight digits for each checksum")
     return [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]

@@ -1,4 +1,4 @@
-"""The command ``fsdp``, also ``python -m fsdp``: checkpoints inspected, verified and converted, reports merged."""
+"""The command ``fsdp``, or ``python -m fsdp``: inspect, verify and convert checkpoints, and merge reports."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class UsageError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], None] | None = None) -> int:
-    """Run the command, and return its exit code; `add_commands` adds some that know more than checkpoints."""
+    """Run the command, and return the exit code; `add_commands` adds subcommands other than for checkpoints."""
     parser = _parser(add_commands)
     args = parser.parse_args(arguments)
     if not hasattr(args, "run"):
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], N
     except KeyboardInterrupt:
         return _said("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the final flush would raise an error
         return NO_READER
     except (UsageError, FileExistsError) as error:
         return _said(str(error), MISUSED)
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], N
 
 
 def _is_of_interrupt(error: BaseException | None) -> bool:
-    """Return whether an interrupt led to an error: torch's archives raise their own if one ends them early."""
+    """Return whether an interrupt has caused an error, because torch's archives replace its exception."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
@@ -111,12 +111,12 @@ def _is_of_interrupt(error: BaseException | None) -> bool:
 
 @contextmanager
 def _terminated_tidily() -> Iterator[None]:
-    """Make SIGTERM clean up in the same way as an interrupt; a second signal does not end the cleaning up."""
+    """Make SIGTERM clean up in the same way as an interrupt; further signals are ignored during the cleanup."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # shells have jobs in the background ignore it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in background jobs
         before[signal.SIGINT] = signal.default_int_handler
 
     def interrupt(*_: Any) -> NoReturn:
@@ -177,7 +177,7 @@ def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentPars
 
 
 class _Lines(argparse.HelpFormatter):
-    """Wraps each line of a text by itself."""
+    """Wraps each line of a text separately."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = [(line, line[: len(line) - len(line.lstrip())]) for line in text.splitlines()]
@@ -185,7 +185,7 @@ class _Lines(argparse.HelpFormatter):
 
 
 def add_command(commands: Any, name: str, about: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Add a command with a description of several lines; the list of commands has the first."""
+    """Add a subcommand and return its parser; the list of commands contains the first line of `about`."""
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=about.splitlines()[0], description=about, epilog=epilog, formatter_class=_Lines, add_help=False
     )
@@ -348,7 +348,7 @@ def _dtype(dtype: Any) -> str:
 
 
 def lines(source: Source) -> Iterator[str]:
-    """Yield the lines that describe a checkpoint to people."""
+    """Yield the lines of a readable description of a checkpoint."""
     saved = f", saved by {source.world_size} rank{'s' if source.world_size != 1 else ''}" if source.world_size else ""
     yield f"{source.path}: {source.format}{saved}"
     yield ""
@@ -464,7 +464,7 @@ def _convert(args: argparse.Namespace, choices: Choices) -> int:
 
 
 def _require_sense(args: argparse.Namespace, word: str) -> None:
-    """Raise UsageError for options that another format has."""
+    """Raise UsageError for options that the target format does not support."""
     given = (
         ("--max-file-bytes", args.max_file_bytes is not None, ("fsdp", "safetensors")),
         ("--by-number", args.by_number, ("torch",)),
@@ -496,7 +496,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A progress bar on a terminal, of tqdm if that is installed; elsewhere without effect. A context manager."""
+    """A context manager for a progress bar on a terminal, using tqdm if installed; without effect elsewhere."""
 
     def __init__(self, what: str) -> None:
         self._what, self._total, self._done, self._shown = what, 0, 0, 0.0

@@ -1,4 +1,4 @@
-"""The command ``fsdp compare``: where two recordings of `fsdp.record_fingerprints` begin to differ."""
+"""The command ``fsdp compare``: find the first difference between two recordings of `fsdp.record_fingerprints`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARE = (
 
 
 class Place(NamedTuple):
-    """A `Place` is a micro-batch of a step, or (None) its end, when an optimizer steps."""
+    """A position in a training: a micro-batch of a step, or (None) the end of the step, when an optimizer steps."""
 
     step: int
     micro_batch: int | None
@@ -32,9 +32,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A training as it was recorded in a file."""
+    """The recording of a training in a file."""
 
-    about: Mapping[str, Any]  # where it was recorded, such as the number of ranks
+    about: Mapping[str, Any]  # the environment, for example the number of ranks
     entries: Mapping[Place, Mapping[Key, str]]  # in the order of the training; fingerprints as hexadecimal digits
 
     @classmethod
@@ -72,7 +72,7 @@ class Recorded:
 
     @property
     def last_step(self) -> int:
-        """Return the number of the last step that is there; -1 if there is none."""
+        """Return the number of the last recorded step; -1 if there is none."""
         return max((place.step for place in self.entries), default=-1)
 
 

@@ -1,4 +1,4 @@
-"""The states of this process's random number generators: taken, checked, and set."""
+"""The states of this process's random number generators: functions to get, check and set them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fsdp.distributed.devices import generator_state, set_generator_state
 
-_WORDS = 624  # of a Mersenne Twister, which all three generators on the CPU are
+_WORDS = 624  # of a Mersenne Twister, the algorithm of all three generators on the CPU
 _POSITION = struct.Struct("<8xiiQ")  # in torch's state, after the seed: remaining numbers, a flag, next index
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's generators in this process, as values that `encoded` takes."""
+    """Return the states of Python's, NumPy's and torch's generators in this process, as values for `encoded`."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -30,9 +30,9 @@ def generator_states() -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class GeneratorStates:
-    """The states of this process's random number generators, checked so that they can be set without harm.
+    """The states of this process's random number generators, checked so that they can be set safely.
 
-    NumPy takes any position, torch some that do not fit together, and then they read memory that is not their own.
+    NumPy accepts any position, and torch accepts inconsistent positions. Both would then read memory out of bounds.
     """
 
     states: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Values in a checkpoint other than its tensors are JSON: only numbers, strings, containers and small tensors.
+"""Values in a checkpoint other than tensors, stored as JSON: numbers, strings, containers and small tensors.
 
 Types that JSON cannot distinguish are written as an object with a single key that begins with ``~``. Reading executes
 no code, unlike a pickle.
@@ -30,7 +30,7 @@ def encoded(value: Any, where: str) -> Any:
         value: None, a bool, number, string, bytes, a list, tuple or dict of such values, or a tensor of at most 1 MiB.
             Tensors are restored on the CPU. Instances of subclasses are restored as instances of the base class, except
             `collections.Counter`, whose methods torch's `MultiStepLR` uses. NumPy's numbers are restored as Python's.
-        where: its name in messages.
+        where: the name of the value in messages.
 
     Raises:
         TypeError: for any other object; the message names its position.
@@ -78,7 +78,7 @@ def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Return the value that `encoded` has converted; ValueError for a form that it never returns."""
+    """Return the value from its encoded form; ValueError for a form that `encoded` never returns."""
     try:
         return _decoded(value)
     except RecursionError:

@@ -1,9 +1,9 @@
-"""`ParkedSteps`: the steps of an optimizer whose state is parked, a unit at a time.
+"""`ParkedSteps`: the steps of an optimizer with parked state, one unit after another.
 
-A step brings the state of a unit into memory, updates the unit's parameters, and parks the state again. Meanwhile the
-state of the next unit is copied: the state of two units is in memory at most. torch calls the hooks of a step once for
-all parameters. Therefore the call of `step` itself finds no groups in the optimizer, and the first hook after it calls
-the step without hooks for each unit.
+For each unit, a step restores the state, updates the unit's parameters, and parks the state again. Meanwhile the state
+of the next unit is copied, so the state of at most two units is in memory. torch calls the hooks of a step once for
+all parameters. Therefore the optimizer has no groups during the call of `step`, and the first post-hook calls the step
+without hooks for each unit.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fsdp.engine.trees import map_tensors
 
 
 class ParkedSteps:
-    """The steps of an optimizer while a part of its state is parked, or all of it.
+    """The steps of an optimizer whose state is parked, in part or completely.
 
     Args:
-        optimizer: see `UnitStates` for the optimizers whose state comes and goes by units; of any other, all state is
+        optimizer: the optimizer. Its state is restored unit by unit if `UnitStates` divides it; otherwise all state is
             in memory during a step.
-        states: of the optimizer.
-        device: of the parameters.
-        check: raises an error if the optimizer cannot step.
-        stay: returns the addresses of storages that are not parked with the state.
+        states: the state of the optimizer, divided by units.
+        device: the device of the parameters.
+        check: a function that raises an error if the optimizer cannot step.
+        stay: a function that returns the addresses of storages that are not parked with the state.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class ParkedSteps:
     ) -> None:
         self.optimizer, self.states, self._check, self._stay = optimizer, states, check, stay
         self._parked: list[tuple[FlatParamHandle | None, ParkedTensors]] = []
-        self._groups: list[dict[str, Any]] | None = None  # of the optimizer, while it finds none
+        self._groups: list[dict[str, Any]] | None = None  # the optimizer's, while they are removed from it
         self._hooks: list[Any] = []
         self._device, self._inward, self._outward = device, new_copy_stream(device), new_copy_stream(device)
 
     @contextmanager
     def with_parked(self, handle: FlatParamHandle | None, tensors: ParkedTensors) -> Iterator[None]:
-        """Bring parked tensors, the part `handle` of the state, back for each step inside the context."""
+        """Restore parked tensors, the part `handle` of the state, for each step during the context."""
         if not self._parked:
             optimizer = self.optimizer
             after = optimizer.register_step_post_hook(self._after)
             hooks: Any = after.hooks_dict_ref()
-            hooks.move_to_end(after.id, last=False)  # users' hooks find all parameters again
+            hooks.move_to_end(after.id, last=False)  # users' hooks must see all parameters
             self._hooks = [after, optimizer.register_step_pre_hook(self._before)]
             self._hooks.append(optimizer.register_state_dict_post_hook(lambda _, tree: map_tensors(host_values, tree)))
             self._hooks.append(
@@ -80,7 +80,7 @@ class ParkedSteps:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
-        # Called after all hooks before the step, and before the optimizer looks at its groups.
+        # Called after all pre-hooks of the step, and before the optimizer reads its groups.
         def then_take_groups() -> Any:
             loss = None if closure is None else closure()
             self._groups, optimizer.param_groups = optimizer.param_groups, []
@@ -101,7 +101,7 @@ class ParkedSteps:
     def _step_by_units(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
         step, stay = type(optimizer).step.__wrapped__, self._stay()  # type: ignore[attr-defined]  # without hooks
-        handles: list[FlatParamHandle | None] = [None]  # the options of the groups come first
+        handles: list[FlatParamHandle | None] = [None]  # first the options of the groups
         for handle, params in self.states.params.items():
             if handle is not None and any(param.grad is not None for param in chain.from_iterable(params)):
                 handles.append(handle)
@@ -121,7 +121,7 @@ class ParkedSteps:
         finally:
             _set_params(optimizer, groups)
             for _, tensors in self._parked:
-                tensors.drop()  # that were on their way when a step has failed
+                tensors.drop()  # after a failed step, copies may be in flight
             self._park(None, stay)
 
     def _of(self, handle: FlatParamHandle | None) -> list[ParkedTensors]:
@@ -135,7 +135,7 @@ class ParkedSteps:
 
     def _park(self, handle: FlatParamHandle | None, stay: set[int]) -> None:
         for tensors in self._of(handle):
-            if tensors.is_parked:  # by the inner one of two calls, if the step of a subclass calls that of its base
+            if tensors.is_parked:  # by an inner call, if a subclass's step calls the step of its base
                 continue
             with self._outward.fork():
                 tensors.find(self.states.named(handle), stay)

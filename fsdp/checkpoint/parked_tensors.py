@@ -1,10 +1,10 @@
-"""Parked tensors: the copies of their bytes, and the classes that tensors without memory have meanwhile.
+"""Parked tensors: copies of their bytes, and the classes of tensors while their memory is freed.
 
-The copies are in host memory or in a file, which is mapped into memory. A parked tensor has the same place in a copy
-as in its own storage, so that there is a tensor in host memory with its values (`host_values`). Operations by which
-values leave the tensor, such as `detach` and `clone`, return the results of this tensor. State dicts and checkpoints
-therefore need no other code for parked models. All other operations on a parked tensor raise an error: without its
-memory, they would end the process on a CPU.
+The copies are in host memory, or in a file that is mapped into memory. A parked tensor has the same offset in the copy
+as in its storage, so a tensor in host memory can have the same values (`host_values`). Operations that only read
+values, such as `detach` and `clone`, are applied to this tensor instead. State dicts and checkpoints therefore require
+no special code for parked models. All other operations on a parked tensor raise an error, because accesses to freed
+memory would crash the process on a CPU.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.storage import ShardStorage
 from fsdp.state_dict_utils.host_memory import allocate
 
-# A storage with the name and dtype of its elements.
+# The name of a storage, the dtype of its elements, and the storage.
 NamedStorage = tuple[str, torch.dtype, UntypedStorage]
-Named = tuple[str, Any]  # a tensor, or None, and its name in files and errors
+Named = tuple[str, Any]  # the name of a tensor in files and errors, and the tensor or None
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor with memory, or the tensors inside of it: a `DTensor` has one, other subclasses may have more."""
+    """Yield a tensor with memory, or the inner tensors of a wrapper, such as the local tensor of a `DTensor`."""
     if not isinstance(value, Tensor) or isinstance(value, (Placeholder, Guard)):
         return
     inner = getattr(value, "__tensor_flatten__", None)
@@ -48,30 +48,30 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def in_own_memory(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor whose memory cannot be freed, such as memory of a file; any other tensor as it is."""
+    """Return a copy of a tensor whose memory cannot be freed, such as memory of a file; any other tensor unchanged."""
     return tensor if all(one.untyped_storage().resizable() for one in plain_tensors(tensor)) else tensor.clone()
 
 
 def addresses(named: Iterable[Named]) -> set[int]:
-    """Return the addresses of the storages of tensors, of those with bytes: the others have the same address."""
+    """Return the addresses of the tensors' storages, except of empty storages, which have the same address."""
     storages = (one.untyped_storage() for _, value in named for one in plain_tensors(value))
     return {storage.data_ptr() for storage in storages if storage.nbytes()}
 
 
 class ParkedTensors:
-    """Tensors whose storages are freed together, and filled together again.
+    """Tensors whose storages are freed together, and allocated and filled together again.
 
-    In turn: `find`, `copy`, `free`, `fill` and `show`, and the same again, or `end`. Copies between a device and the
-    host (``to="host"``, or a folder) are queued on the current stream. `part` begins the tensors' names in files and
-    errors; the other arguments are as for `guard`.
+    Methods are called in the order `find`, `copy`, `free`, `fill`, `show`, repeatedly, and finally `end`. Copies
+    between a device and the host (``to="host"``, or a folder) are queued on the current stream. `part` is the prefix of
+    the tensors' names in files and errors; the other arguments are as in `guard`.
     """
 
     def __init__(self, part: str, to: str | os.PathLike[str], message: str, is_readable: bool) -> None:
         self.part, self._to, self.message, self._is_readable = part, to, message, is_readable
         self._copies = HostCopies() if to == "host" else FileCopies(to)
-        self._tensors: dict[int, tuple[Any, int | None]] = {}  # by their ids, with the addresses of plain ones
-        self._storages: dict[int, NamedStorage] = {}  # by their addresses
-        self._copied: dict[int, UntypedStorage] = {}  # by the addresses of the storages
+        self._tensors: dict[int, tuple[Any, int | None]] = {}  # by id; plain tensors with the address of their storage
+        self._storages: dict[int, NamedStorage] = {}  # by address
+        self._copied: dict[int, UntypedStorage] = {}  # by the address of the storage
         self._guarded: list[Any] = []
 
     @property
@@ -87,7 +87,7 @@ class ParkedTensors:
         return {storage.device for _, _, storage in self._storages.values()}
 
     def find(self, named: Iterable[Named], stay: set[int]) -> None:
-        """Take those of these tensors that are to be parked, except storages with the addresses `stay`."""
+        """Register the tensors to park, except tensors in storages with the addresses `stay`."""
         names: set[str] = set()
         for name, value in named:
             for tensor in plain_tensors(value):
@@ -111,7 +111,7 @@ class ParkedTensors:
                     self._storages[address] = own, tensor.dtype if fits else torch.uint8, storage
 
     def copy(self) -> None:
-        """Copy all storages; their memory is still there. After an error, the tensors are forgotten: none is parked."""
+        """Copy all storages, and keep their memory. After an error, no tensors are registered or parked."""
         if self._storages:
             try:
                 copies = self._copies.keep([*self._storages.values()])
@@ -130,19 +130,19 @@ class ParkedTensors:
                 self._guarded.append(tensor)
 
     def fill(self) -> None:
-        """Allocate the memory again, and fill it."""
+        """Allocate the memory again, and fill it from the copies."""
         for address, (_, _, storage) in self._storages.items():
             storage.resize_(self._copied[address].nbytes())
         if self._storages:
             self._copies.restore([*self._storages.values()])
 
     def drop(self) -> None:
-        """Free the memory, also if it is filled again."""
+        """Free the memory, even after `fill`."""
         for _, _, storage in self._storages.values():
             storage.resize_(0)
 
     def show(self) -> None:
-        """Allow all operations again, and forget the tensors."""
+        """Allow all operations again, and unregister the tensors."""
         for tensor in self._guarded:
             tensor.__class__ = tensor.kind
             _values.pop(tensor, None)
@@ -161,7 +161,7 @@ class HostCopies:
         self._copies: list[Tensor] = []
 
     def keep(self, named: Sequence[NamedStorage]) -> list[UntypedStorage]:
-        """Copy storages, whose names are unique, and return the copies. Memory of earlier copies is used again."""
+        """Copy storages with unique names, and return the copies. Memory of earlier copies is reused."""
         before = dict(enumerate(self._copies))
         self._copies = []
         for number, (_, _, storage) in enumerate(named):
@@ -172,7 +172,7 @@ class HostCopies:
         return [copied.untyped_storage() for copied in self._copies]
 
     def restore(self, named: Sequence[NamedStorage]) -> None:
-        """Fill the same storages, which have memory again."""
+        """Fill the same storages, whose memory is allocated again."""
         for (_, _, storage), copied in zip(named, self._copies, strict=True):
             _elements(storage).copy_(copied, non_blocking=True)
 
@@ -181,7 +181,7 @@ class HostCopies:
 
 
 class FileCopies:
-    """Copies in a safetensors file; its name is new, so that no file of a killed process is overwritten."""
+    """Copies in a safetensors file with a unique name, so no file of a killed process is overwritten."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder, self._path = os.fspath(folder), ""
@@ -198,7 +198,7 @@ class FileCopies:
             for entry in entries:
                 for begin, memory in entry.chunks():
                     write_at(fd, memory, file.begins[entry.name] + begin)
-            # Private: writes to tensors of a state dict change no file.
+            # Private: writes to tensors of a state dict do not change the file.
             mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             error.filename = error.filename or self._path
@@ -229,18 +229,18 @@ def _remove(path: str) -> None:
 
 
 def _elements(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return all elements of a storage as a vector, with a version counter of its own."""
+    """Return all elements of a storage as a vector with a separate version counter."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
-# Attributes that return values or aliases; all others are metadata, which parked tensors still have.
+# Attributes that return values or aliases; all others are metadata, which parked tensors support.
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag", "_base"})
 _METADATA = (
     *("numel", "nelement", "dim", "ndimension", "size", "stride", "storage_offset", "data_ptr", "untyped_storage"),
     *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_inference"),
     *("get_device", "_is_view", "__hash__"),
 )
-# By these, values leave a tensor: state dicts, checkpoints and copies of optimizer states call them.
+# Operations that only read values: state dicts, checkpoints and copies of optimizer states use them.
 _READS = ("detach", "clone", "to", "cpu", "numpy", "item", "tolist")
 
 # The values of each parked plain tensor, in host memory.
@@ -252,8 +252,8 @@ class Guard:
 
     __slots__ = ()
     message: str
-    kind: Any  # the class that the tensor had before
-    is_readable: bool  # values may leave it
+    kind: Any  # the previous class of the tensor
+    is_readable: bool  # whether values can be read
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -276,7 +276,7 @@ class Guard:
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(self.message)
 
-    data = property(_refuse, _refuse)  # of parameters that count writes, a property of Python
+    data = property(_refuse, _refuse)  # a Python property in parameters that count writes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = self._apart().clone()
@@ -286,7 +286,7 @@ class Guard:
         return self._apart().__reduce_ex__(protocol)
 
     def _apart(self) -> Tensor:
-        """Return the values of a tensor that is no parameter of a model: a copied or pickled model would need these."""
+        """Return the values. RuntimeError for a model's parameter: parked models cannot be copied or pickled."""
         found: Any = self
         if not self.is_readable or isinstance(found, nn.Parameter) or is_ours(found):
             raise RuntimeError(self.message)
@@ -304,14 +304,14 @@ def _guarded(kind: Any, message: str, is_readable: bool) -> Any:
 
 
 def guard(tensor: Any, message: str, copied: UntypedStorage | None, is_readable: bool) -> bool:
-    """Make operations on a tensor raise an error. Return whether its class allows that.
+    """Make operations on a tensor raise an error; return False if the tensor's class does not permit this.
 
-    If the tensor `is_readable`, its values may leave it; those of a plain tensor are in the copy of its storage.
+    If `is_readable`, values can be read. For a plain tensor, `copied` is the copy of its storage.
     """
     if copied is not None and is_readable:
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         _values[tensor] = torch.empty(0, dtype=tensor.dtype, device=HOST).set_(copied, *place)
-    with suppress(TypeError):  # a class whose objects keep it
+    with suppress(TypeError):  # the class of some objects cannot be replaced
         kind: Any = type(tensor)
         tensor.__class__ = _guarded(kind, message, is_readable)
         return True
@@ -319,7 +319,7 @@ def guard(tensor: Any, message: str, copied: UntypedStorage | None, is_readable:
 
 
 def host_values(tensor: Any) -> Any:
-    """Return a tensor in host memory with the values of a parked tensor; any other object as it is."""
+    """Return a tensor in host memory with the values of a parked tensor; any other object unchanged."""
     if not isinstance(tensor, Guard):
         return tensor
     found: Any = tensor
@@ -334,7 +334,7 @@ def host_values(tensor: Any) -> Any:
 
 
 class ParkedStorage(ShardStorage):
-    """The storage of a flat parameter that is parked: its values can be read, and neither used nor written."""
+    """The storage of a parked flat parameter: values can be read, but not used in computation or written."""
 
     is_resident = False
     is_elsewhere = True
@@ -358,4 +358,4 @@ class ParkedStorage(ShardStorage):
         raise RuntimeError(self._message)
 
     def __reduce__(self) -> Any:
-        raise RuntimeError(self._message)  # for copies of a model as well
+        raise RuntimeError(self._message)  # also when a model is copied

@@ -1,12 +1,12 @@
-"""Parking: a model in training, or its optimizer, gives its memory to other programs for a while.
+"""Parking: temporarily release the memory of a model in training, or of its optimizer, for other programs.
 
 Only storages are parked: the bytes of a storage are copied to the host or to a file, and the storage's memory is freed.
-All tensors stay the same objects, with the same aliases, so optimizers, local shards and `DTensor`s need no change.
-Meanwhile an operation on such a tensor would read freed memory. The class of each tensor is therefore replaced by a
-subclass, as torch replaces the class of an `UninitializedParameter`: values can leave the tensor, which reads the copy,
-and all other operations raise an error (`parked_tensors`). The storages of flat parameters and an observer of steps
-raise the same error earlier, before a rank communicates or writes. An optimizer whose state alone is parked can step
-(`parked_steps`).
+All tensors stay the same objects, with the same aliases, so optimizers, local shards and `DTensor`s are not changed.
+An operation on a parked tensor would access freed memory. Therefore the class of each tensor is replaced by a
+subclass, as torch does for an `UninitializedParameter`: operations that only read values use the copy, and all other
+operations raise an error (`parked_tensors`). The storages of flat parameters and an observer of steps raise the same
+error earlier, before a rank communicates or writes. If only the state of an optimizer is parked, the optimizer can
+step (`parked_steps`).
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ def park(
 ) -> int:
     """Collective. Free the memory of a sharded model and its optimizer, until `unpark` restores the same bits.
 
-    Call it between steps, on every rank. Parameters, gradients and tensors of optimizers stay the same objects.
-    Unsharded parameters that are kept between passes are freed, and gathered again when they are needed. While the
-    parameters are parked, a forward, a backward, an optimizer step, a load and operations on a parked tensor raise a
-    RuntimeError that names `unpark`. State dicts, `fsdp.save` and `stream_weights` read the parked values; tensors of
-    these state dicts are on the host. While only the optimizer is parked, training goes on: a step brings the state of
-    one unit after the other back, see `ParkedSteps`. Tensors that are parked already are skipped.
+    Call this function between steps, on every rank. Parameters, gradients and tensors of optimizers stay the same
+    objects. Unsharded parameters that are kept between passes are freed, and all-gathered again when required. While
+    the parameters are parked, a forward, a backward, an optimizer step, a load and operations on a parked tensor raise
+    a RuntimeError that names `unpark`. State dicts, `fsdp.save` and `stream_weights` read the parked values; tensors
+    of these state dicts are on the host. If only the optimizer is parked, training can continue: a step restores the
+    state of one unit after another, see `ParkedSteps`. Tensors that are already parked are skipped.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        optimizer: an optimizer of the model, or several optimizers; torch's own, `OwnedOptimizer`, or any other.
-        to: ``"host"`` copies tensors on an accelerator to (pinned) host memory; tensors on the host stay there. A
-            folder frees tensors on the host as well: each rank writes safetensors files, and removes a file when all of
-            its bytes are back in memory. Tensors that are on disk already (``offload="disk"``) stay there.
+        optimizer: an optimizer of the model, or multiple optimizers: torch's, `OwnedOptimizer`, or any other.
+        to: ``"host"`` copies tensors on an accelerator to (pinned) host memory, and does not park tensors on the host.
+            A folder is used for tensors on the host as well: each rank writes safetensors files, and removes a file
+            after all of its bytes were restored. Tensors on disk (``offload="disk"``) are not parked.
         parts: some of ``"parameters"`` (all parameters and buffers of the model's modules), ``"gradients"`` (gradients,
             and accumulated gradients that are not reduced) and ``"optimizer"`` (the tensors in the optimizers' state
-            and options). By default all, without ``"optimizer"`` if `optimizer` is None.
+            and options). The default is all parts, without ``"optimizer"`` if `optimizer` is None.
 
     Returns:
         The number of bytes that this rank has freed, without unsharded parameters.
@@ -72,26 +72,26 @@ def park(
         TypeError: for a model that is not sharded.
         ValueError: for unknown parts; on every rank, if memory on any rank is shared with NumPy or another process and
             cannot be freed.
-        RuntimeError: inside of a forward, a backward or `summon_full_params`; for an inner unit.
-        OSError: if the folder cannot be written. Then, and after any other error, nothing is parked on any rank.
+        RuntimeError: during a forward or backward, or inside `summon_full_params`; for an inner unit.
+        OSError: if the folder cannot be written. After an error of any kind, no rank has parked more tensors.
     """
     return sum(one.nbytes for one in _park(model, optimizer, to, parts))
 
 
 def unpark(model: nn.Module, parts: Iterable[str] | None = None) -> None:
-    """Collective. Bring back the memory of a model and of its optimizers, with the same bits; addresses may differ.
+    """Collective. Restore the parked memory of a model and its optimizers, with the same bits; addresses may differ.
 
-    Call it on every rank. It brings back nothing if nothing is parked.
+    Call this function on every rank. Parts that are not parked are skipped.
 
     Args:
-        model: as for `park`.
-        parts: the parts to bring back; None stands for all.
+        model: as in `park`.
+        parts: the parts to restore, by default all.
 
     Raises:
         TypeError: for a model that is not sharded.
         ValueError: for unknown parts.
-        RuntimeError, OSError: on every rank, if any rank has not enough memory or cannot read its file. All of these
-            parts are still parked then, on all ranks, and `unpark` may be called again.
+        RuntimeError, OSError: on every rank, if any rank lacks memory or cannot read its file. In this case, all of
+            these parts stay parked on all ranks, and `unpark` may be called again.
     """
     root = require_sharded(model, "fsdp.unpark")
     wanted = done_by_all([root.everyone], "unpark the model", lambda: _checked(PARTS if parts is None else parts))
@@ -106,10 +106,10 @@ def parked(
     to: str | os.PathLike[str] = "host",
     parts: Iterable[str] | None = None,
 ) -> Iterator[int]:
-    """Collective. Park a model and its optimizer inside the context, see `park` and `unpark`.
+    """Collective. Park a model and its optimizer during the context, see `park` and `unpark`.
 
-    The context may be nested: it brings back what it has parked itself. After an exception inside, this rank brings its
-    memory back without the other ranks, which may not have failed.
+    Contexts may be nested: each restores only the tensors that it has parked. After an exception in the context, this
+    rank restores its memory without the other ranks, which may not have failed.
 
     Yields:
         The number of bytes that this rank has freed.
@@ -125,7 +125,7 @@ def parked(
 
 
 class _Parked(ParkedTensors):
-    """Tensors of a part of a model, one of `PARTS`, that a single call parks; of an optimizer, those of a handle."""
+    """The tensors of one of `PARTS` that a single call parks; for an optimizer, only the state of a single handle."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Parked(ParkedTensors):
         self.root, self.steps, self._handle, self.undo = root, steps, handle, ExitStack()
 
     def hold(self) -> None:
-        """Make uses of the freed tensors raise errors, or steps bring them back, until `end`."""
+        """Make uses of the freed tensors raise errors, or make steps restore the tensors, until `end`."""
         if self.part == "parameters":
             self._hold_parameters(_handles(self.root))
         if self.steps is not None:
@@ -157,9 +157,9 @@ class _Parked(ParkedTensors):
             return
         for _, unit in units_in(self.root):
             self.undo.callback(setattr, unit, "buffers", unit.buffers)
-            unit.buffers = Buffers((), None)  # nothing to cast for a state dict: they have their own precision
+            unit.buffers = Buffers((), None)  # buffers in their own precision require no casts for state dicts
         for handle in handles:
-            handle.values.touch()  # a graph from before is refused on all ranks, whichever get other addresses
+            handle.values.touch()  # so that all ranks reject older graphs, even if addresses stay equal
             flat_param, vector = handle.flat_param, handle.flat_param.vector
             self.undo.callback(setattr, flat_param, "_vector", vector)
             flat_param._vector = host_values(vector)
@@ -177,7 +177,7 @@ class _Parked(ParkedTensors):
 
 
 def _note_places(handles: Iterable[FlatParamHandle]) -> None:
-    """Note the new addresses of shards, or that they have none. All views of them have moved along."""
+    """Record the new addresses of shards, or that their memory is freed. All their views have the same storages."""
     for handle in handles:
         *_, handle._built_for = handle.shard_state
         handle.listed.note_places()
@@ -239,7 +239,7 @@ def _park(
 def _found(
     wanted: Collection[str], root: Unit, optimizers: Sequence[torch.optim.Optimizer], to: str | os.PathLike[str]
 ) -> Iterator[_Parked]:
-    """Yield the tensors that are to be parked. Memory that several parts share belongs to the first."""
+    """Yield the tensors to park. Memory that multiple parts share belongs to the first of them."""
     stay = _mapped(root)
     for part, named in (("parameters", _parameters), ("gradients", _gradients)):
         tensors = list(named(root))
@@ -296,7 +296,7 @@ def _handles(root: Unit) -> list[FlatParamHandle]:
 
 
 def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> ParkedSteps:
-    """Return the steps of an optimizer of which something may be parked already."""
+    """Return the existing or new `ParkedSteps` of an optimizer, whose state may already be parked in part."""
 
     def check() -> None:
         for one in _records(root):
@@ -335,7 +335,7 @@ def _gradients(root: Unit) -> Iterator[Named]:
 
 
 def _mapped(root: Unit) -> set[int]:
-    """Return the addresses of tensors in files, which the system reads and writes by itself; free their pages."""
+    """Return the addresses of memory-mapped tensors, which the system reads and writes; release their pages."""
     storages = (handle.flat_param.shard_storage for handle in _handles(root))
     files = {storage.files for storage in storages if storage.files is not None}
     for each in files:

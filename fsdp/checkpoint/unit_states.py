@@ -1,4 +1,4 @@
-"""`UnitStates`: the state of an optimizer, divided by the units whose parameters it is of."""
+"""`UnitStates`: the state of an optimizer, divided into parts that correspond to flat parameters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fsdp.optim_utils.owned import OwnedOptimizer
 from fsdp.optim_utils.state import groups_of
 from fsdp.state_dict_utils.stager import tensors_in
 
-# The optimizers of torch that update each parameter from its own gradient, state and options: stepping the parameters
-# in several calls gives the same bits. Others may use norms over all parameters, or count calls.
+# The optimizers of torch that update each parameter using only its gradient, state and options, so that multiple calls
+# for different parameters compute the same bits. Other optimizers may use norms over all parameters, or count calls.
 _NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
 BY_PARAMETER = frozenset(getattr(torch.optim, name) for name in _NAMES.split())
 
 
 class UnitStates:
-    """The state of an optimizer by flat parameters. State of other parameters, and the groups' options, are apart.
+    """The state of an optimizer in parts: one for each flat parameter, and one for all other state and options.
 
-    An optimizer with other rules than those of `BY_PARAMETER`, or with tensors that share memory between units, has a
-    single part, which is apart. `start` begins the names of its tensors.
+    If an optimizer is not in `BY_PARAMETER`, or tensors of multiple units share memory, the latter contains all state.
+    `start` is the prefix of the tensors' names.
 
     Attributes:
-        handles: one for each part: a handle whose parameters the optimizer steps, or None for all that is apart.
+        handles: the handle of each part's flat parameter; None for the part with all other state.
     """
 
     def __init__(self, root: Unit, optimizer: torch.optim.Optimizer, start: str) -> None:
@@ -42,7 +42,7 @@ class UnitStates:
                 self.divide()
 
     def divide(self) -> None:
-        """Look again for the parameters that the optimizer has."""
+        """Divide the state by the optimizer's current parameters."""
         groups = groups_of(self._optimizer)
         owners: dict[int, FlatParamHandle] = {}
         for _, unit in units_in(self._root) if self.is_divided else ():

@@ -2,7 +2,7 @@
 
 Only regular files are opened, because a pipe would wait for its writer forever. Files that a file names must be in its
 folder. Invalid contents always raise a ValueError that names the path, with a short message without control
-characters. Counts and sizes from a file are not used before they were compared with the size of the file.
+characters. Counts and sizes from a file are compared with the size of the file before use.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ BROKEN = (
     ValueError,
     ArithmeticError,
     struct.error,
-    RuntimeError,  # of torch, for shapes; RecursionError and NotImplementedError are such, too
+    RuntimeError,  # of torch, for shapes; also the base class of RecursionError and NotImplementedError
 )
 
 
 def descriptor(path: str | os.PathLike[str]) -> int:
-    """Open a file to read it; the caller closes it. ValueError if it is no regular file."""
+    """Return the descriptor of a file opened for reading, which the caller closes; ValueError unless it is regular."""
     place = os.fspath(path)
-    fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for anybody who writes to a pipe
+    fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for a writer of a pipe
     kind = os.fstat(fd).st_mode
     if stat.S_ISREG(kind):
         return fd
@@ -53,7 +53,7 @@ def opened(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def content_of(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """Return all of a file; ValueError also if it has more than `most` bytes."""
+    """Return the content of a file; ValueError also if the file has more than `most` bytes."""
     with opened(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if most is not None and nbytes > most:
