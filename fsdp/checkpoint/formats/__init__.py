@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, with this library's format as another format."""
+"""Checkpoint formats of multiple libraries, including this library's."""

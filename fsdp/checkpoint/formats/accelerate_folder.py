@@ -1,8 +1,8 @@
-"""Folders that `accelerate` writes with torch's FSDP, for the Trainer of `transformers` too: model and optimizer apart.
+"""Folders of `accelerate`, or of the Trainer of `transformers`, with torch's FSDP: the optimizer is saved separately.
 
 With ``SHARDED_STATE_DICT`` both are folders of `torch.distributed.checkpoint`, ``pytorch_model_fsdp_0`` and
 ``optimizer_0``. With ``FULL_STATE_DICT`` they are files of `torch.save`, ``pytorch_model_fsdp.bin`` and
-``optimizer.bin``. The parameters of the optimizer go by names, with FSDP1 and with FSDP2.
+``optimizer.bin``. The optimizer's state is keyed by names, with FSDP1 and with FSDP2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_accelerate(path: str) -> bool:
 
 
 def _saved(path: str) -> list[dict[str, str]]:
-    """Return the paths of the model and of the optimizer of each kind, as far as they are there, complete or not."""
+    """Return the existing paths of the model and the optimizer for each kind of save, complete or not."""
     found = []
     for names, is_there in ((_SHARDED, os.path.isdir), (_FULL, os.path.isfile)):
         places = {part: os.path.join(path, name) for part, name in names.items()}
@@ -36,7 +36,7 @@ def _saved(path: str) -> list[dict[str, str]]:
 
 
 def parts_of(path: str, only: str | None = None) -> dict[str, DcpFolder | TorchArchive]:
-    """Open the model and the optimizer, if that is there, or one of them only."""
+    """Open the model and the optimizer, if it exists; `only` selects one of them."""
     places, *others = _saved(path)
     if others:
         models = f"{places[_MODEL]} and {others[0][_MODEL]}"

@@ -1,6 +1,6 @@
 """Unsharded weights from all ranks' shards, offline: without process group or wrapped model, parameter by parameter.
 
-A rank's shards have metadata that describe their contents (`local_metadata_dict`). The ranks' parts of a parameter,
+The metadata of a rank's shards describe their contents (`local_metadata_dict`). The ranks' parts of a parameter,
 without padding, are its elements in rank order, so this module does not depend on the layout of shards. The format is
 FairScale's, and FairScale's shards are also supported.
 """
@@ -35,11 +35,11 @@ def consolidate(
     changed.
 
     Args:
-        shard_weights: each rank's `local_state_dict`, in rank order; with hybrid sharding of all ranks or of the
-            first replica.
+        shard_weights: each rank's `local_state_dict`, in rank order. With hybrid sharding, all ranks or only the
+            first replica are required.
         shard_metadata: the same ranks' `local_metadata_dict`.
-        with_module_buffers: whether to add rank 0's buffers, and other data that is not sharded.
-        strict: False skips parameters and buffers that rank 0's weights lack, and keys that no metadata name.
+        with_module_buffers: if True, add rank 0's buffers, and other data that is not sharded.
+        strict: if False, skip parameters and buffers that rank 0's weights lack, and keys that no metadata name.
 
     Returns:
         The same result as `state_dict` on rank 0. For a unit with fewer ranks than the outermost unit, the values are
@@ -67,7 +67,7 @@ def consolidate(
 
 
 def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
-    """Return `Stitched` tensors by plain name, including each name of ties, and other data of the first shard."""
+    """Return `Stitched` tensors by plain name, including all names of tied tensors, and rank 0's other data."""
     first = shards[0]
     for other in shards[1:]:
         other.check_alike(first)
@@ -252,7 +252,7 @@ def _add_unlisted(full: dict[str, Any], first: Shard, with_module_buffers: bool,
         if source is not None:
             full |= {new: full[old] for old, new in _renamed(source, key, gives[source]).items() if old in full}
         elif key in full or any(_renamed(one, key, names).values() & full.keys() for one, names in gives.items()):
-            continue  # a second name that the metadata do name, of a shard that was copied since
+            continue  # an additional name in the metadata, of a tied shard that was copied
         elif key.rpartition(".")[2] == "_extra_state":
             full |= {key: value} if with_module_buffers else {}
         elif strict:

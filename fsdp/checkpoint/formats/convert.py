@@ -1,4 +1,4 @@
-"""Converting checkpoints: a `Source` is written in another format, with memory for some blocks of 4 MiB.
+"""Converting checkpoints: a `Source` is written in another format, using memory for a few blocks of 4 MiB.
 
 A file of `torch.save` is written by torch with room for the tensors (``torch.serialization.skip_data``); then each
 tensor is copied from the source to its offset, a block at a time, and the checksum is written to the archive's
@@ -39,14 +39,14 @@ from fsdp.state_dict_utils.tree import leaves
 MODEL, OPTIMIZER = MODEL_KEYS[0], OPTIMIZER_KEYS[0]
 Advance = Callable[[int], None]
 _WRITING, _REPLACED = ".converting", ".replaced"
-# Names of files that a folder may have which is replaced.
+# Names of files in a folder that may be replaced.
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_DESCRIPTOR = b"PK\7\x08"  # in an archive, behind a record
+_DESCRIPTOR = b"PK\7\x08"  # after a record of an archive
 
 
 @dataclass(frozen=True)
 class Content:
-    """The tensors that are to be written: of a model, of an optimizer's state, or of both."""
+    """The tensors to write: of a model, of an optimizer's state, or of both."""
 
     source: Source
     model: list[Entry] | None
@@ -136,7 +136,7 @@ def _optimizer_tree(content: Content, make: Callable[[Entry], Tensor]) -> dict[s
 
 
 def _numbered(full: Mapping[str, Any], order: list[str]) -> dict[str, Any]:
-    """Return the same by numbers. Within a group, parameters are in the order of ``model.parameters()``."""
+    """Return the state by numbers. Within a group, parameters are in the order of ``model.parameters()``."""
     place = {name: number for number, name in enumerate(order)}
     numbers: dict[str, int] = {}
     groups = []
@@ -198,7 +198,7 @@ def write_torch(path: str, content: Content, *, by_number: bool, advance: Advanc
 
     def make(entry: Entry) -> Tensor:
         if entry.values not in rooms:
-            rooms[entry.values] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # which is never touched
+            rooms[entry.values] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # which is never written
             entries[id(rooms[entry.values])] = entry
         return rooms[entry.values]
 
@@ -209,7 +209,7 @@ def write_torch(path: str, content: Content, *, by_number: bool, advance: Advanc
 
 
 def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance: Advance) -> None:
-    """Write a tree as `torch.save` does; `entries` has, by `id`, where tensors come from that are in no memory."""
+    """Write a tree as `torch.save` does; `entries` contains, by `id`, the entries of tensors without values."""
     with torch.serialization.skip_data():
         torch.save(tree, path)
     archive = TorchArchive(path)
@@ -232,7 +232,7 @@ def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance:
 
 
 def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, int]) -> None:
-    """Write the checksums of records, by their first bytes, to where an archive has them: after each and at its end."""
+    """Write checksums, by the records' offsets, to both places in an archive: after the record, and at the end."""
     with zipfile.ZipFile(path) as listed, open(path, "r+b") as file:
         place = listed.start_dir
         for info in listed.infolist():
@@ -245,7 +245,7 @@ def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, in
                 file.seek(place + 16)
                 file.write(checksum)
             file.seek(place + 28)
-            place += 46 + sum(struct.unpack("<HHH", file.read(6)))  # of the name, of more fields, and of a comment
+            place += 46 + sum(struct.unpack("<HHH", file.read(6)))  # of the name, extra fields and comment
 
 
 @contextmanager

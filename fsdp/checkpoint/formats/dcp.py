@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint`: read without it, any range of any tensor, and written by it.
+"""Folders of `torch.distributed.checkpoint`: ranges are read without this package; folders are written by it.
 
 ``.metadata`` is a pickle. For each tensor it contains the shape and the boxes (chunks) that ranks have written. Each
 chunk is a small archive of `torch.save` in a ``.distcp`` file. Classes in the pickle are not instantiated, so no code
@@ -80,7 +80,7 @@ class DcpFolder:
             raise ValueError(f"{path} is incomplete: {_METADATA}, which is written last, is missing. Take another one.")
         with reading(self._place):
             content = content_of(self._place)
-            self.identity = hashlib.sha256(content).hexdigest()  # the same for the same files
+            self.identity = hashlib.sha256(content).hexdigest()  # the same for equal contents
             self._read(unpickled(content).state)
 
     def _read(self, metadata: Mapping[str, Any]) -> None:
@@ -139,7 +139,7 @@ class DcpFolder:
         return _with_lists(root)
 
     def _path(self, name: str) -> tuple[Any, ...]:
-        """Return the keys that lead to it. Folders of planners that did not note them are split at the first dot."""
+        """Return the path of a value in the tree. If the planner saved no paths, the first dot separates two keys."""
         if name in self._paths:
             return tuple(self._paths[name])
         known = (*MODEL_KEYS, *OPTIMIZER_KEYS)
@@ -149,7 +149,7 @@ class DcpFolder:
         return (name,)
 
     def misplaced(self) -> Iterator[str]:
-        """Yield which files are missing or too short."""
+        """Yield errors for files that are missing or too short, or contain overlapping parts."""
         ends: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for item in self._items.values():
@@ -175,7 +175,7 @@ class DcpFolder:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Return the same with lists where all keys are numbers."""
+    """Return the tree with lists instead of dictionaries whose keys are all numbers."""
     if not isinstance(tree, dict):
         return tree
     made = {key: _with_lists(value) for key, value in tree.items()}
@@ -186,7 +186,7 @@ def _with_lists(tree: Any) -> Any:
 
 def write_dcp(path: str, content: Content, *, is_flat: bool, advance: Advance) -> None:
     """Write a folder with ``model.<name>``, ``optimizer.state.<name>.<key>``, and the values, a tensor at a time."""
-    import torch.distributed.checkpoint as dcp  # which takes long
+    import torch.distributed.checkpoint as dcp  # the import takes long
     from torch.distributed.checkpoint.api import CheckpointException
 
     entries: dict[int, Entry] = {}  # by the id of the object that represents a tensor in the state
@@ -197,7 +197,7 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, advance: Advance) -
         return stand_in
 
     class Planner(dcp.DefaultSavePlanner):
-        """A planner that has the values of a tensor when they are asked for."""
+        """A planner that reads the values of a tensor when they are requested."""
 
         last: mmap.mmap | None = None
 
@@ -228,5 +228,5 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, advance: Advance) -
             dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
             failures = [failure for failure, _ in error.failures.values()]
-        if failures:  # raised here, it keeps the exception during which it was raised
+        if failures:  # raised here, to keep its original context
             raise failures[0]

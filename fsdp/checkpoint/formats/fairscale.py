@@ -1,10 +1,10 @@
 """FairScale's files, and files of `local_state_dict`: a file for each rank, read as a single checkpoint.
 
 Each file has the rank's weights and metadata, under any keys: fairseq's are ``model`` and ``fsdp_metadata``, metaseq's
-``model`` and ``shard_metadata``. They are detected by their contents. The state of an optimizer is either each rank's
-own, or FairScale's full state on rank 0. Optimizer state of a flat parameter is flat and has the same layout as the
-parameter, so the metadata of the weights also describe the state. FairScale's full dictionaries have tensors in the
-parameters' shapes, under numbers, which count the parameters in the order of the metadata.
+``model`` and ``shard_metadata``. They are detected by their contents. The state of an optimizer is either a part
+in each file, or FairScale's full state on rank 0. State of a flat parameter is flat and has the same layout as the
+parameter, so the metadata of the weights also describe the state. FairScale's full state contains tensors in the
+parameters' shapes, keyed by the positions of the parameters in the metadata.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_fairscale(path: str | os.PathLike[str]) -> bool:
 
 
 def open_fairscale(path: str | os.PathLike[str], choices: Choices = DEFAULT) -> Source:
-    """Open a checkpoint of ranks' files. Close it when it is read."""
+    """Open a checkpoint of ranks' files; the caller closes the source."""
     ranks = RankFiles(path, choices)
     shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
@@ -76,7 +76,7 @@ def _is_metadata(value: Any) -> bool:
 
 
 def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
-    """Return whether it has any of the tensors that metadata name, sharded or not."""
+    """Return whether a dictionary contains any tensor that the metadata name, sharded or not."""
     if not isinstance(value, Mapping):
         return False
     keys = {clean_name(key) for key in value if isinstance(key, str)}
@@ -154,7 +154,7 @@ def _keys_by_number(
             raise ValueError(f"{other} has other parameter groups than {saved[0]}")
     numbers = [number for group in groups for number in group]
     named = [name for group in saved[0].content["param_groups"] for name in group.get(NAMES, ())]
-    # State dicts list parameters in the order of `parameters()`, tied ones once among those that the metadata name.
+    # State dicts list parameters in the order of `parameters()`; of a tied parameter, the metadata contain one name.
     listed = [key for key in map(clean_name, shard.weights) if key in backings]
     keys = [clean_name(key) for key in (order or named or listed)]
     unknown = [key for key in keys if key not in backings]
@@ -195,7 +195,7 @@ def _add_backing(
 
 
 def _piece(backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]) -> Piece:
-    """Return a rank's shard of the state, without padding; weights may be without, and the first rank's have none."""
+    """Return a rank's state without padding. The padded size is the size of this rank's or rank 0's weights."""
     saved, shard = holders[rank]
     sizes = [each.get(backing.key).shape.numel() for each in (shard, holders[0][1])]
     if not is_tensor(value) or value.shape.numel() not in sizes:

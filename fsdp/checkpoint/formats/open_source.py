@@ -30,7 +30,7 @@ class Format(NamedTuple):
 
     word: str  # on the command line
     what: str  # for messages
-    is_at: Callable[[str], bool]  # as far as can be seen without reading all of it
+    is_at: Callable[[str], bool]  # detects the format without reading all data
     read: Callable[[str, Choices], Source]
     # Reads a whole checkpoint and appends all errors to a list; returns its size and a description of the check.
     examine: Callable[[str, Start, list[str]], tuple[int, str]]
@@ -63,7 +63,7 @@ def _examine_safetensors(path: str, start: Start, problems: list[str]) -> tuple[
 def _examine_archives(
     parts: Iterable[DcpFolder | TorchArchive | str], start: Start, problems: list[str]
 ) -> tuple[int, str]:
-    """Examine archives of `torch.save`, in folders and files, by their own checksums, unless it wrote none."""
+    """Examine archives of `torch.save` in folders and files, using torch's checksums if there are any."""
     archives: list[Callable[[], TorchArchive]] = []
     nbytes, have_checksums = 0, True
     for part in parts:
@@ -95,7 +95,7 @@ def _examine_ranks(path: str, start: Start, problems: list[str]) -> tuple[int, s
     return nbytes, f"in {len(files)} files, {how}"
 
 
-# The first that fits is taken.
+# The first matching format is used.
 FORMATS = (
     Format(
         "fsdp",
@@ -176,7 +176,7 @@ def examine(found: Format, path: str, start: Start) -> tuple[list[str], int, str
 def format_of(path: str, word: str | None = None) -> Format:
     found = next((each for each in FORMATS if (each.is_at(path) if word is None else each.word == word)), None)
     if found is not None:
-        # A checkpoint that was being replaced has a temporary name, and files of ranks have a common prefix.
+        # After a killed save, a checkpoint has a temporary name; files of ranks have only a common prefix.
         if not os.path.lexists(path) and not found.is_at(path):
             raise FileNotFoundError(f"{path}: there is no such file or folder")
         return found

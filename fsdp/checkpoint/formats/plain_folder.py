@@ -1,8 +1,8 @@
-"""Folders with a model and a plain optimizer, which goes by numbers.
+"""Folders with a model and an unsharded optimizer, whose state is keyed by numbers.
 
-The Trainer of `transformers` writes them without sharding (``optimizer.pt``), and so does `accelerate`
-(``optimizer.bin``). The model is in files of safetensors or of `torch.save`, the optimizer in a file of `torch.save`.
-The numbers count the parameters in the optimizer's groups, one group after another.
+The Trainer of `transformers` (``optimizer.pt``) and `accelerate` (``optimizer.bin``) write such folders without
+sharding. The model is in files of safetensors or of `torch.save`, the optimizer in a file of `torch.save`. The numbers
+are the positions of the parameters across all groups of the optimizer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fsdp.checkpoint.formats.trees import Choices, is_optimizer_state, source_of
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles, files_by_name
 from fsdp.checkpoint.untrusted import reading, short
 
-# `transformers` takes the first that is there.
+# `transformers` uses the first existing file.
 _MODELS = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 def plain_optimizer(path: str) -> str | None:
-    """Return the file of the optimizer in such a folder; None if the folder is of another kind."""
+    """Return the file of the optimizer in such a folder; None for any other folder."""
     return None if _first(path, _MODELS) is None else _first(path, _OPTIMIZERS)
 
 
@@ -36,10 +36,10 @@ def _first(path: str, names: Sequence[str]) -> str | None:
 
 
 def read_plain(path: str, optimizer: str, choices: Choices, groups: Sequence[Sequence[str]] | None = None) -> Source:
-    """Open model and optimizer.
+    """Open the model and the optimizer.
 
-    The names of the parameters by their numbers are `choices.param_order`, or those in `groups`, which must be as many
-    as in the groups of the file.
+    The parameters' names, in the order of the numbers, are `choices.param_order`, or the names in `groups`, whose sizes
+    must be equal to the sizes of the groups in the file.
     """
     model, identity = _model_in(path)
     tree = {"model": model}
@@ -56,7 +56,7 @@ def read_plain(path: str, optimizer: str, choices: Choices, groups: Sequence[Seq
 
 
 def _model_in(path: str) -> tuple[Mapping[str, Any], str]:
-    """Return the tensors of the model, and their identity."""
+    """Return the tensors of the model, and an identity of the files."""
     place = _first(path, _MODELS) or path
     if place.endswith((SUFFIX, INDEX_SUFFIX)):
         tensors = SafetensorsFiles(place)

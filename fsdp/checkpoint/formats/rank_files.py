@@ -59,12 +59,12 @@ _TOTAL = re.compile(r"^[-_.]?of[-_.]?(\d+)")
 # The text before a rank's number, but not before the number of an epoch or a step.
 _RANK = re.compile(r"(?:^|(?:shards?|rank|gpu|worker|proc|process)[-_.]?)$", re.IGNORECASE)
 
-_MOST_NAMED = 16  # of the ranks whose files are missing
+_MOST_NAMED = 16  # ranks with missing files in a message
 _EXTRA = "_extra_state"
 _FLAT = "_flat_param"
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 
-# By the text before and after their numbers, files by number.
+# Files by number, for each pair of texts before and after the number.
 _Groups = dict[tuple[str, str], dict[int, str]]
 
 
@@ -92,9 +92,9 @@ def rank_files(path: str | os.PathLike[str]) -> list[str]:
 
 
 def is_in_files(path: str | os.PathLike[str], is_such: Callable[[Mapping[Any, Any]], bool]) -> bool:
-    """Return whether there is such a dictionary in files of ranks at a path, whether or not some of them are missing.
+    """Return whether files of ranks at a path contain a dictionary for which `is_such` is True; files may be missing.
 
-    Two files of each checkpoint show it.
+    Only two files of each checkpoint are examined.
     """
     place = os.fspath(path)
     groups = {} if os.path.isfile(place) else _groups_at(place)
@@ -186,7 +186,7 @@ class RankFiles:
         missing = next((file for file, each in zip(sources, found, strict=True) if not each), None)
         if missing is not None and given is not None and not saved:
             raise ValueError(f"{missing} has no dictionary of an optimizer in it")
-        if missing is not None and saved and (len(saved) > 1 or missing is sources[0]):  # or the first has all of it
+        if missing is not None and saved and (len(saved) > 1 or missing is sources[0]):  # else the first has all
             raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, and {saved[0].file} has")
         return saved
 
@@ -202,8 +202,8 @@ class RankFiles:
     ) -> Source:
         """Return the checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
         tensors, aliases, extra = _sorted_out(found, self.title)
-        names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # flat parameters' names stay first
-        others = values_of(saved[0].content, OWN_KEYS, []) if saved else {}  # as ``loss_scale``
+        names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # names in flat parameters first
+        others = values_of(saved[0].content, OWN_KEYS, []) if saved else {}  # for example ``loss_scale``
         if others:
             values[saved[0].key] = others
         return Source(
@@ -226,7 +226,7 @@ class RankFiles:
 
 
 def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """Return tensors, second names of some, and modules' extra state, encoded."""
+    """Return tensors, aliases of tied tensors, and the modules' extra state, encoded."""
     tensors: dict[str, Any] = {}
     aliases, extra = {}, {}
     names: dict[Any, str] = {}  # the first name, by the memory of a tensor
@@ -255,12 +255,12 @@ def _has_shards(state_dict: Mapping[Any, Any]) -> bool:
 
 
 def _is_local(state_dict: Mapping[Any, Any]) -> bool:
-    """Return whether flat parameters are in it, as LOCAL_STATE_DICT has them."""
+    """Return whether a state dict contains flat parameters, as in LOCAL_STATE_DICT."""
     return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
 
 
 def open_fsdp1(path: str | os.PathLike[str], choices: Choices = DEFAULT) -> Source:
-    """Open a file or ranks' files of FSDP1; close it when it is read."""
+    """Open a single file or all ranks' files of FSDP1; the caller closes the source."""
     ranks = RankFiles(path, choices)
     files = ranks.files
     key = _model_key(files[0])
@@ -310,7 +310,7 @@ def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
 
 
 def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
-    """Return the tensors by name."""
+    """Return the tensors and other values of a model by name, combined from all ranks' files."""
     found: dict[str, Any] = {}
     for name, value in models[0].items() if models else ():
         missing = [file for model, file in zip(models, files, strict=True) if name not in model]
@@ -351,12 +351,12 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTensor:
-    """Return a tensor of which each file has a shard, or all files all of it."""
+    """Return a tensor from its shards in the files, or from the first file if it is not sharded."""
     first = values[0]
     if not _is_sharded(first):
         return first
     shape, dtype, _ = _shards_of(name, first, files[0])
-    held: dict[Box, StridedTensor] = {}  # replicas have the same
+    held: dict[Box, StridedTensor] = {}  # replicas have equal shards
     for value, file in zip(values, files, strict=True):
         other, _, found = _shards_of(name, value, file) if _is_sharded(value) else (None, None, [])
         if other != shape:
@@ -397,7 +397,7 @@ def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, torch.dtyp
 
 
 def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Box:
-    """Return the place of the shard in a `DTensor`."""
+    """Return the box of the rows that a `DTensor`'s shard contains."""
     spec = value.fields["_spec"].fields
     kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
     sharded = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
@@ -417,7 +417,7 @@ def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Box:
 
 
 def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
-    """Return the size of a dimension of a mesh, and this rank's place in it. Its form changes with torch's version."""
+    """Return the size of a mesh dimension, and the file's position in it. The form depends on torch's version."""
     if "mesh" in mesh:
         sizes = mesh["mesh"].shape
     else:

@@ -1,10 +1,10 @@
 """A checkpoint of any format as a single source: named tensors, read by ranges, and all other data.
 
-The reader of each format creates a `Source`; loading, inspecting and converting use only this class.
+The reader of each format creates a `Source`. Loading, inspecting and converting checkpoints use only this class.
 
 [Note: tensors in files] A tensor is stored with strides, as in safetensors files and `torch.save` (`StridedTensor`),
 divided into boxes (`ChunkedTensor`), or as consecutive parts of the ranks (`Stitched`). A range in row-major order
-consists of a few boxes (`engine.boxes`). A box is read by a single read if its bytes are contiguous, as in a
+consists of a few boxes (`engine.boxes`). A box requires a single read if its bytes are contiguous, for example in a
 contiguous tensor. Files are not mapped, because touched pages of a mapping count as memory.
 """
 
@@ -35,19 +35,19 @@ _MOST_OPEN = 64  # maximum of open files: thousands of ranks may each have writt
 class Source:
     """A checkpoint of any format."""
 
-    format: str  # the word for it on the command line
+    format: str  # the name on the command line
     path: str
     model: TensorReader  # of parameters and buffers, under plain names
-    optimizer: TensorReader | None = None  # of state with a value for each element, under ``<name>/<key>``
+    optimizer: TensorReader | None = None  # of elementwise state, under ``<name>/<key>``
     optimizer_rest: Any = None  # other values of the state (`fsdp.checkpoint.optim.rest_of`)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # state of modules that is no tensor, by name, encoded
+    extra: Mapping[str, Any] = field(default_factory=dict)  # extra state of modules, by name, encoded
     values: Any = None  # the user's values, encoded (`fsdp.checkpoint.json_values`)
     world_size: int | None = None  # of the ranks that saved it; None if unknown
     notes: tuple[str, ...] = ()  # for the user, such as skipped data and the reason
     generators: list[Any] | None = None  # for each rank the states of its random number generators, encoded
     identity: str = ""  # distinguishes checkpoints with equal other fields; empty if unknown
     aliases: Mapping[str, str] = field(default_factory=dict)  # from additional names of tied parameters to the first
-    is_in_order: bool = True  # `model` has the order of the modules, which gives an optimizer its numbers
+    is_in_order: bool = True  # whether `model` has the order of the modules, in which optimizers number parameters
 
     def close(self) -> None:
         self.model.close()
@@ -57,7 +57,7 @@ class Source:
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """A tensor that can be read, with its own name and its file's name for messages."""
+    """A tensor that can be read, with the names of the tensor and the file for messages."""
 
     reader: TensorReader
     name: str
@@ -74,7 +74,7 @@ class FoundTensor:
 
     @property
     def form(self) -> str:
-        """Return the form of the parameter that the tensor is; empty if the file has none for it."""
+        """Return the form of the parameter that this tensor contains; empty if the file has no form."""
         return self.reader.forms.get(self.name, "")
 
     @property
@@ -88,24 +88,24 @@ class FoundTensor:
 class TensorReader(AbstractContextManager["TensorReader"]):
     """Tensors by name, which are read on demand and not kept in memory.
 
-    As a context manager, it closes the opened files. Messages use its `path` as name.
+    As a context manager, a reader closes the opened files. Messages contain `path`.
     """
 
     def __init__(self, path: str, tensors: Mapping[str, LazyTensor]) -> None:
         self.path = path
-        self.forms: dict[str, str] = {}  # of tensors that are parameters in other forms: class, inner tensors, metadata
+        self.forms: dict[str, str] = {}  # of parameters in other forms, by name: class, inner tensors, metadata
         self.tensors = {name: FoundTensor(self, name, path, tensor) for name, tensor in tensors.items()}
         self._files = OpenFiles()
 
     def read(self, name: str, target: Tensor, start: int = 0) -> None:
         """Read elements ``start : start + target.numel()`` of a tensor, in row-major order.
 
-        They are read straight into the memory of `target` if that is on the CPU and of the stored dtype; otherwise
-        through blocks of 4 MiB, cast as by `Tensor.copy_`. Version counters do not see it.
+        The elements are read directly into the memory of `target` if it is on the CPU and has the stored dtype,
+        without a change of its version counter. Otherwise, blocks of 4 MiB are read and cast as by `Tensor.copy_`.
 
         Raises:
-            ValueError: if `target` is not contiguous, or the range not in the tensor; if a file is damaged, or was
-                changed since it was looked at.
+            ValueError: if `target` is not contiguous, or the range is not in the tensor; if a file is damaged, or was
+                changed after the reader was created.
         """
         found, numel = self.tensors[name], target.numel()
         if not target.is_contiguous() or not 0 <= start <= found.shape.numel() - numel:
@@ -146,7 +146,7 @@ class SeenFile(NamedTuple):
 
     path: str
     nbytes: int
-    changed: int  # when, in nanoseconds
+    changed: int  # the time of the last change, in nanoseconds
 
     @classmethod
     def of(cls, path: str, fd: int) -> SeenFile:
@@ -180,7 +180,7 @@ class OpenFiles:
         """Fill memory with a file's bytes from `begin` on; raise ValueError if the file has changed or is too short."""
         fd = self.open(file)
         done = 0
-        while done < len(memory):  # the system may read less, as when it is interrupted
+        while done < len(memory):  # a read may be shorter, for example after an interrupt
             count = os.preadv(fd, [memory[done:]], begin + done)
             if count == 0:
                 raise ValueError(f"{file.path} is truncated: it ends before byte {begin + len(memory)}")
@@ -239,7 +239,7 @@ class StridedTensor:
         return _is_dense(self.shape, self.strides)
 
     def span(self, files: OpenFiles, first: int, count: int) -> Tensor:
-        """Return elements as they lie in the file."""
+        """Return elements in the order of the file."""
         flat = torch.empty(count, dtype=self.dtype, device="cpu")
         files.read(self.file, host_bytes(flat), self.begin + first * self.dtype.itemsize)
         return flat
@@ -252,19 +252,19 @@ class StridedTensor:
             self.fill_box(files, values, box)
 
     def fill_box(self, files: OpenFiles, into: Tensor, box: Box) -> None:
-        """Read a box; `into` has its sizes, and any strides."""
+        """Read a box; `into` has the sizes of the box, and any strides."""
         first, count = _place(self.strides, box.offsets), 1 + _place(self.strides, [size - 1 for size in box.sizes])
         if _is_dense(box.sizes, self.strides) and into.is_contiguous():
             files.read(self.file, host_bytes(into.view(-1)), self.begin + first * self.dtype.itemsize)
         elif self.is_contiguous:
             into.copy_(self.span(files, first, count).as_strided(box.sizes, self.strides))
-        else:  # a small box may be spread over all of it
+        else:  # a small box may be spread over the whole tensor
             into.copy_(files.whole(self).as_strided(box.sizes, self.strides, first))
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """A tensor that is divided into boxes (chunks), each somewhere in a file, which a function finds."""
+    """A tensor divided into boxes (chunks); a function for each chunk returns the chunk's tensor in a file."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -281,13 +281,13 @@ class ChunkedTensor:
 
 
 def are_all_of(shape: torch.Size, boxes: Collection[Box]) -> bool:
-    """Return whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
+    """Return whether boxes fill a tensor: boxes are in the tensor, do not overlap, and have all elements."""
     if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
         return False
     inside = Box.whole(shape)
     if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
         return False
-    open_ones: list[Box] = []  # that share rows with the next box
+    open_ones: list[Box] = []  # boxes that share rows with the next box
     for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
         open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
         if any(overlap(box, each) is not None for each in open_ones):
@@ -316,7 +316,7 @@ def memory_of(value: Any) -> Any:
 
 
 def whole(tensor: LazyTensor, device: torch.device | str = "cpu") -> Tensor:
-    """Return all of a tensor, in memory of its own; a tensor in a file comes to the CPU."""
+    """Return a complete tensor in new memory on `device`."""
     made, files = torch.empty(tensor.shape, dtype=tensor.dtype, device=device), OpenFiles()
     try:
         tensor.fill(files, made.view(-1), 0)
@@ -338,7 +338,7 @@ def _place(strides: Sequence[int], indices: Sequence[int]) -> int:
 
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements of a box follow each other in row-major order."""
+    """Return whether the elements of a box are contiguous in row-major order."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != expected:
@@ -348,7 +348,7 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class Piece(NamedTuple):
-    """A rank's part of a vector: the first elements of a tensor, which is flat if it is in memory."""
+    """A rank's part of a vector: the first `numel` elements of a tensor, which is flat if it is in memory."""
 
     tensor: Tensor | LazyTensor
     numel: int

@@ -39,7 +39,7 @@ from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
 from fsdp.state_dict_utils.tree import leaves
 
 _ZIP = b"PK\3\4"
-_LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
+_LOCAL_HEADER = 30  # bytes before the name and extra fields, whose lengths are at offset 26
 # Files of torch before 1.6 begin with a pickle of their magic number.
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _KINDS = (
@@ -48,7 +48,7 @@ _KINDS = (
 )
 _STORAGES = {f"{kind}Storage": getattr(torch, name) for kind, name in map(str.split, _KINDS.split(", "))}
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-_PATHS_PER_BYTE = 100  # of a pickle: objects that are mentioned several times count as often
+_PATHS_PER_BYTE = 100  # of a pickle: an object counts each time that it is referenced
 _FREE_PATHS = 1 << 20  # for small pickles
 
 
@@ -72,7 +72,7 @@ class Record(NamedTuple):
     """A file in an archive."""
 
     name: str
-    begin: int  # its first byte in the file that the archive is in
+    begin: int  # the offset of the first byte in the file that contains the archive
     nbytes: int
     checksum: int
 
@@ -82,7 +82,7 @@ class Record(NamedTuple):
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A byte range of a file, with the interface of a file."""
 
     def __init__(self, file: IO[bytes], begin: int, nbytes: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Window(io.RawIOBase):
         return self._place
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._nbytes - self._place, 0)  # more would be allocated, and not found
+        left = max(self._nbytes - self._place, 0)  # a larger size would be allocated in vain
         found = _bytes_of(self._file, self._begin + self._place, left if size < 0 else min(size, left))
         self._place += len(found)
         return found
@@ -165,7 +165,7 @@ class TorchArchive:
 
     @cached_property
     def content(self) -> Any:
-        """Return the objects that were saved, with `StridedTensor`s in the place of tensors."""
+        """Return the saved objects, with `StridedTensor`s instead of tensors."""
         try:
             return Unpickler(self._pickle, self._tensor).load()
         except BROKEN as error:
@@ -226,7 +226,7 @@ def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
 
 
 class Foreign:
-    """An object whose class is not instantiated when a file is read, with its class, arguments and attributes."""
+    """Represents an object whose class is not instantiated, by the name of the class, arguments and attributes."""
 
     origin = ""
 
@@ -252,13 +252,13 @@ class Foreign:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return its attributes by name, whether or not they were in slots."""
+        """Return the attributes by name, including attributes in slots."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
 
 
 class Storage(NamedTuple):
-    """The memory of tensors, as a pickle mentions it: by the number that a file has for it."""
+    """The memory of tensors, by its number and dtype in a pickle."""
 
     number: str
     dtype: torch.dtype
@@ -347,7 +347,7 @@ class Unpickler(pickle._Unpickler):
     def _tensor_of_dtype(
         self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
     ) -> Any:
-        if self._make is None or bits:  # conjugated, or negated, when it is looked at
+        if self._make is None or bits:  # lazily conjugated or negated
             return _foreign_class("torch.Tensor")()
         return self._make(storage, offset, shape, strides, dtype)
 
@@ -395,7 +395,7 @@ _HARMLESS: dict[str, Any] = {
     "collections.Counter": Counter,
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": lambda *_: {},
-    "_codecs.encode": lambda text, encoding="latin1": text.encode("latin1"),  # bytes, which old pickles have as text
+    "_codecs.encode": lambda text, encoding="latin1": text.encode("latin1"),  # old pickles store bytes as text
     "torch.Size": torch.Size,
     "torch._utils._rebuild_parameter": _data_of,
     "torch._utils._rebuild_parameter_with_state": _data_of,
@@ -432,7 +432,7 @@ def _objects_in(value: Any) -> list[Any]:
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
-    state = getattr(value, "state", None)  # of an object that was not made
+    state = getattr(value, "state", None)  # of a `Foreign`
     return [state, getattr(value, "args", ())] if state is not None else []
 
 
@@ -459,7 +459,7 @@ def materialised(value: Any, *, keep_state: bool = False) -> Any:
 
 
 def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]) -> dict[Any, Any]:
-    """Return the other values that a user has saved and that a checkpoint can contain; `notes` lists skipped values."""
+    """Return the user's other values, if a checkpoint can contain them; skipped values are added to `notes`."""
     left, found = set(leave), {}
     for key, value in content.items():
         if key not in left:

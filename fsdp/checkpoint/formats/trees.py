@@ -33,7 +33,7 @@ from fsdp.optim_utils.state import Elements, Kind, Number, Value, odd_shape, opt
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
 OPTIMIZER_KEYS: tuple[str, ...] = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 OPTIMIZER_KEYS += ("optimizer_state", "optim_state", "optimizer_states", "opt")
-VALUES = "values"  # under which values are that have no names of their own
+VALUES = "values"  # the key of values without names
 _EXTRA = "_extra_state"
 _DDP = "module."
 _STATE, _GROUPS = "state", "param_groups"
@@ -44,9 +44,9 @@ Path = tuple[Any, ...]
 class Choices:
     """A user's choices for a checkpoint whose contents the rules do not find."""
 
-    model_key: str | None = None  # its place in the tree, with dots between the keys
+    model_key: str | None = None  # the keys on the path to the model, separated by dots
     optimizer_key: str | None = None
-    param_order: Sequence[str] | None = None  # for optimizers that go by numbers: names, or FairScale's keys of shards
+    param_order: Sequence[str] | None = None  # names (for FairScale keys of shards) for an optimizer's numbers
     only: str | None = None  # "model" or "optimizer", if only that part is needed
     optimizer_files: str | os.PathLike[str] | None = None  # for ranks' files, if optimizer state is in separate files
 
@@ -55,7 +55,7 @@ DEFAULT = Choices()
 
 
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices, **known: Any) -> Source:
-    """Return the source for a tree of mappings and lists with lazy tensors; `known` has other fields of it."""
+    """Return the source for a tree of mappings and lists with lazy tensors; `known` contains its other fields."""
     notes: list[str] = []
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
@@ -83,7 +83,7 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices, **known: A
 
 
 def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Path | None:
-    """Return where the model is; None if its tensors are not in a mapping of their own."""
+    """Return the path of the model; None if its tensors are not in a separate mapping."""
     if choices.model_key is not None:
         return _chosen(path, tree, choices.model_key, "--model-key")
     base = _base(tree)
@@ -110,7 +110,7 @@ def _optimizer_place(path: str, tree: Any, choices: Choices, base: Path) -> Path
 
 
 def _base(tree: Mapping[Any, Any]) -> Path:
-    """Return the mapping with model and optimizer: the outermost mapping, or its only inner mapping (``app``)."""
+    """Return the path of the mapping with model and optimizer: empty, or the only such inner mapping (``app``)."""
     if any(is_lazy(value) for value in tree.values()) or any(key in tree for key in MODEL_KEYS):
         return ()
     inner = [
@@ -130,7 +130,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _chosen(path: str, tree: Any, key: str, option: str) -> Path:
-    """Return the place that a user has named, in which keys may have dots of their own."""
+    """Return the path that the user has specified; keys may contain dots."""
     for own, inner in tree.items():
         if key == str(own):
             return (own,)
@@ -208,7 +208,7 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
 
 
 class SavedOptimizer(NamedTuple):
-    """A dictionary of an optimizer in a file, and its key there."""
+    """A dictionary of an optimizer in a file, and the key of the dictionary."""
 
     key: str
     file: TorchArchive
@@ -230,31 +230,31 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def is_single(key: str, value: Any, shape: torch.Size) -> bool:
-    """Return whether a value of the state is about a parameter of that shape as such."""
+    """Return whether a value of the state is a single value for a parameter of this shape, and not elementwise."""
     return not is_tensor(value) or is_number(key, value.shape, shape)
 
 
 class NamedState:
-    """A state by parameters' names is collected as it is found; messages have the title of the dictionary."""
+    """Collects an optimizer's state by the parameters' names; messages contain `title`."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self.tensors: dict[str, LazyTensor] = {}  # under ``<name>/<key>``
-        self.groups: list[tuple[Mapping[str, Any], list[str]]] = []  # and the names of the parameters in each
-        self.has_groups = True  # if not, they are made of settings of single parameters
+        self.groups: list[tuple[Mapping[str, Any], list[str]]] = []  # options and parameters' names
+        self.has_groups = True  # False if groups were derived from settings of parameters
         self._state: dict[str, dict[str, Any]] = {}
 
     def add_parameter(self, name: str) -> None:
-        """Note that it is among the optimizer's, with or without state."""
+        """Register a parameter of the optimizer, with or without state."""
         self._state.setdefault(name, {})
 
     def add_elements(self, name: str, key: str, value: LazyTensor, shape: torch.Size | None = None) -> None:
-        """Add state with a value for each element, or of another `shape`, which only an owned parameter has."""
+        """Add elementwise state, or state of a different `shape`, which only owned parameters have."""
         self.tensors[f"{name}/{key}"] = value
         self._add([name], key, Elements(value.dtype, shape))
 
     def add_single(self, names: Sequence[str], key: str, values: Sequence[Any]) -> None:
-        """Add state of these parameters that is a single value, equal on all ranks."""
+        """Add a single value as state of these parameters; ValueError unless the `values` of all ranks are equal."""
         first, *others = (
             Number(whole(value).item(), value.dtype) if is_tensor(value) else Value(materialised(value))
             for value in values
@@ -274,7 +274,7 @@ class NamedState:
             self.add_elements(name, key, value, None if value.shape == shape else value.shape)
 
     def _add(self, names: Sequence[str], key: str, kind: Kind) -> None:
-        if not isinstance(key, str):  # JSON would have another key in its place, or none
+        if not isinstance(key, str):  # JSON would convert or reject the key
             raise ValueError(f"{self._title}: the optimizer's state of {names[0]} has the key {short(key)}, no string")
         for name in names:
             self._state.setdefault(name, {})[key] = self._json(name, key, kind)
@@ -307,14 +307,14 @@ class Names(NamedTuple):
 def optimizer_state(
     path: str, found: Mapping[str, Any], model: Names, param_order: Sequence[str] | None, notes: list[str]
 ) -> NamedState:
-    """Return an optimizer's state by names, from a state by numbers, by names or flat, with lazy tensors."""
+    """Convert an optimizer's state with lazy tensors, by numbers, by names or flat, to a state by names."""
     has_groups = _GROUPS in found
     if not has_groups:
         found = _unflattened(found, model)
         notes.append("parameters of the optimizer with equal settings count as one group")
     groups = list(found[_GROUPS])
     names = names_by_key(path, found, param_order, model.cleaned)
-    texts = {str(key): key for key in names}  # numbers may have become texts
+    texts = {str(key): key for key in names}  # numbers may have been converted to strings
     saved = found.get(_STATE, {}).items()
     states = {names[key if key in names else texts.get(str(key), key)]: state for key, state in saved}
     held = list(dict.fromkeys(names[key] for group in groups for key in group["params"]))
@@ -367,7 +367,7 @@ def names_by_key(
 
 
 def _unflattened(found: Mapping[str, Any], model: Names) -> dict[str, Any]:
-    """Return the same with states by names, and parameters with equal settings in a group."""
+    """Convert a flat state to states by names, and groups of parameters with equal settings."""
     states: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
