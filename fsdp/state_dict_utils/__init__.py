@@ -206,8 +206,8 @@ def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_
     Args:
         source: the tree to copy; it is not changed.
         into: the tree to write.
-        non_blocking: queue copies between a device and pinned memory and return; synchronize with the device before
-            reading `into` on the host, or changing `source` on another stream.
+        non_blocking: if True, queue copies between a device and pinned memory and return. Synchronize with the device
+            before reading `into` on the host, or changing `source` on another stream.
         type_check: see the module.
 
     Returns:
@@ -241,11 +241,11 @@ def create_cpu_state_dict(
 
     Args:
         state_dict: the tree; it is not changed, and its tensors may be on the meta device.
-        pin_memory: allocate pinned memory, which supports asynchronous copies with CUDA. Tensors without elements have
-            no memory and are not changed.
-        share_memory: allocate separate shared memory for each tensor (see `torch.multiprocessing`). Combined with
-            `pin_memory`, the shared memory is registered with CUDA in this process, and unregistered when the last
-            tensor that views it is deleted; this takes longer and is useful for long-lived trees.
+        pin_memory: if True, allocate pinned memory, for asynchronous copies with CUDA. Tensors without elements have no
+            memory, and are not pinned.
+        share_memory: if True, allocate separate shared memory for each tensor (see `torch.multiprocessing`). With
+            `pin_memory`, the shared memory is also registered with CUDA in this process, and unregistered after all
+            views were deleted; registration takes longer and is useful for long-lived trees.
         type_check: see the module.
 
     Raises:
@@ -276,7 +276,7 @@ def check_state_dict_similarity(
     have equal meshes and placements, and other leaves must have the same type.
 
     Args:
-        raise_error: raise CompanionMismatch, with the path and the difference, instead of returning False.
+        raise_error: if True, raise CompanionMismatch with the path and the difference instead of returning False.
         type_check: see the module.
 
     Raises:
@@ -322,9 +322,9 @@ def broadcast_state_dict(
         local: the tree to write, on every rank.
         device: the device for communication and for new tensors; the group's backend must support it.
         pg: the ranks; None means all ranks, or only this process without torch.distributed.
-        strict: reject keys that only one of the trees has. Otherwise keys of rank 0 are added, and other keys are
-            kept.
-        cpu_offload: create new tensors on CPU.
+        strict: if True, reject keys that only one of the trees contains. By default, keys of rank 0 are added, and
+            other keys are kept.
+        cpu_offload: if True, create new tensors on CPU.
         max_coalesced_bytes: send adjacent tensors in a single message up to this size, which is faster for small
             tensors. 0 sends each tensor separately.
         type_check: see the module. Unknown leaves are sent by `torch.save`.
@@ -352,7 +352,7 @@ def broadcast_state_dict(
     letter = comm.all_gather_bytes(done_by_all([(comm,)], what, pack))[0]
 
     def check() -> Any:
-        described = torch.load(io.BytesIO(letter), map_location=home, weights_only=False)  # unknown leaves at home
+        described = torch.load(io.BytesIO(letter), map_location=home, weights_only=False)  # unknown leaves go to `home`
         _check_local(described, local, strict, type_check)
         return described
 
@@ -380,15 +380,15 @@ def distribute_state_dict(
 ) -> Any:
     """Write the values of an unsharded tree, which every rank has, into this rank's tree, without sending tensors.
 
-    Like `broadcast_state_dict`, but each rank uses its own `full`: slices are copied directly into the local parts of
+    Like `broadcast_state_dict`, but each rank reads its own `full`: slices are copied directly into the local parts of
     `DTensor`s, also from host to device, and only tensors that are missing in `local` are allocated.
 
     Args:
         full: the tree of unsharded tensors, on any device; it is not changed and shares no memory with the result.
         local: the tree to write.
         device: the device of new tensors.
-        pg: the ranks that exchange whether their trees match, so that all raise an error before any value is changed
-            (collective). If None, this rank checks only its own trees.
+        pg: the ranks that exchange whether their trees match, so that all of them raise an error before any value is
+            changed (collective). By default, this rank checks only its own trees.
         strict, cpu_offload, type_check: as in `broadcast_state_dict`.
 
     Returns:
@@ -413,7 +413,7 @@ def distribute_state_dict(
 
 
 def _ranks_of(pg: Group | None, device: torch.device) -> Communicator:
-    """Return the way to the ranks of a group for tensors on a device, which the group must serve."""
+    """Return the communicator of a group for tensors on a device, which the group's backend must support."""
     group = _group_of(pg)
     if group is None:
         return LONE_RANK
@@ -424,7 +424,7 @@ def _ranks_of(pg: Group | None, device: torch.device) -> Communicator:
 
 
 def _group_of(pg: Group | None) -> Group | None:
-    """Return the ranks that are meant, where None means all; None where this process is alone."""
+    """Return the process group, by default the group of all ranks; None without torch.distributed."""
     if pg is None:
         return cast(Group, dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
     if not callable(getattr(pg, "rank", None)) or not callable(getattr(pg, "size", None)):

@@ -38,9 +38,9 @@ class Gathering:
         self._wants = {member: number in ranks_only for number, member in enumerate(members)}
 
     def ways(self, tensors: Iterable[Tensor]) -> list[tuple[Communicator, str]]:
-        """Return the ways to the ranks of these tensors' meshes, along each dimension of each.
+        """Return a communicator for each dimension of these tensors' meshes.
 
-        Each way has a description of the gather of the mesh, which must be equal on its ranks.
+        Each has a description of the gather of the mesh, which must be equal on all ranks of the communicator.
         """
         found: dict[Any, list[str]] = {}
         for tensor in tensors:
@@ -68,7 +68,7 @@ class Gathering:
         if part is None:
             return tensor if self.is_wanted else None
         home = local_part(tensor).device
-        if home.type != part.mesh.device_type:  # offloaded: only the mesh's device can talk to the other ranks
+        if home.type != part.mesh.device_type:  # offloaded: only tensors on the mesh's device can be sent
             tensor = tensor.to(part.mesh.device_type)
         if any(placement.is_partial() for placement in part.placements):
             from torch.distributed.tensor import Replicate
@@ -90,10 +90,10 @@ class Gathering:
             ranks = dist.get_process_group_ranks(group)
             wants = [left > 0 or self._wants.get(rank, False) for rank in ranks]
             if not all(rank in self._wants for rank in ranks):
-                wants = [True] * len(ranks)  # of some of them it is not known here
+                wants = [True] * len(ranks)  # this rank does not know what some ranks need
             piece = local.resolve_conj().resolve_neg().contiguous()
             full = _joined(comm, sharding, piece, _places(part, sharding, ranks), wants)
-            comm.settle()  # parts may be written again, and copies for sending must not accumulate
+            comm.settle()  # parts may be overwritten, and copies for sending must not accumulate
             local = local if full is None else full
         return full
 
@@ -128,7 +128,7 @@ def _joined(
 
 
 def _places(part: MeshPart, sharding: DimSharding, ranks: list[int]) -> list[int]:
-    """Return the number of its part for each rank of a mesh dimension's group, in the group's order."""
+    """Return the number of the part for each rank of a mesh dimension's group, in the order of the group."""
     line = list(part.mesh.get_coordinate() or ())
     lines = part.mesh.mesh.movedim(sharding.mesh_dim, -1)
     del line[sharding.mesh_dim]
@@ -142,14 +142,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def odd_parts(tensor: Tensor) -> str | None:
-    """Return the error in the parts of a manually created `DTensor`: their sizes or places are not torch's; or None."""
+    """Return an error if parts of a manually created `DTensor` differ from torch's in size or place; or None."""
     part = MeshPart.of(tensor)
     if part is None or part.mesh.get_coordinate() is None:
         return None
     placements = list(part.placements)
     for number, placement in enumerate(placements):
-        # Of interleaved shards, `fully_shard` over tensor parallelism makes those that divide parts of the dimensions
-        # behind theirs, and so lie in one piece.
+        # `fully_shard` over tensor parallelism creates interleaved shards that divide the parts of the mesh dimensions
+        # behind theirs, so each shard is contiguous. Other interleaved shards are not supported.
         behind = [dim for dim in range(number + 1, len(placements)) if _dim_of(placements[dim]) == _dim_of(placement)]
         parts = math.prod(map(part.mesh.size, behind))
         if getattr(placement, "split_factor", parts) != parts:

@@ -23,12 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.distributed.devices import HOST, accelerator, can_page_lock, page_lock
 
-# From this size on glibc maps memory anew for each block anyway. Mapping it here lets the system use huge pages, with
-# which first writing 200 MB took a third of the time.
+# From this size on, glibc maps new memory for each block anyway. Mapping the memory here permits huge pages, with which
+# the first write to 200 MB took a third of the time.
 _MAPPED_BYTES = 32 << 20
 
-# Smaller blocks are taken from torch's pinned memory, since registering costs more than a small copy; larger ones are
-# not, because there every size is rounded up to a power of two.
+# Smaller blocks use torch's allocator of pinned memory, because registering memory takes longer than a small copy.
+# Larger blocks do not, because this allocator rounds sizes up to powers of two.
 _REGISTERED_BYTES = 1 << 20
 
 _POLL_SECONDS = 0.005
@@ -40,7 +40,7 @@ class _Block:
         self._alone = self._holders()
 
     def _holders(self) -> tuple[int, int]:
-        # Tensors hold torch's storage, Python's variables the object that stands for it.
+        # Tensors refer to torch's storage, Python variables to its Python object.
         return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(self.storage)
 
     @property
@@ -51,20 +51,20 @@ class _Block:
 class HostMemory:
     """Blocks by original. Only one thread at a time may call `take`; copies may be released by any thread.
 
-    The arguments are as for `StateDictStager`.
+    The arguments are as in `StateDictStager`.
     """
 
     def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
         self._pin, self._share = pin, share
         self._max_bytes, self._wait_seconds = max_bytes, wait_seconds
-        # The blocks of each original, a list; the one first that was not taken, or looked at, for longest.
+        # A list of blocks for each original; the least recently taken or examined original is first.
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._held_bytes, self._lock = 0, threading.Lock()
-        self._gone_bytes: deque[int] = deque()  # of storages that died, in any thread at any time, to be counted later
+        self._gone_bytes: deque[int] = deque()  # sizes of deleted storages (in any thread), to be subtracted later
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all blocks that exist: lent, lent by originals that are gone, and kept to be used again."""
+        """Bytes of all existing blocks: in use, in use by copies of deleted originals, and kept for reuse."""
         with self._lock:
             while self._gone_bytes:
                 self._held_bytes -= self._gone_bytes.popleft()
@@ -79,7 +79,7 @@ class HostMemory:
         kept = self._kept[original] = self._kept.pop(original, [])
         kept[:] = [each for each in kept if each.storage.nbytes() == nbytes]
         block = next((each for each in kept if each.is_free), None)
-        kept[:] = [each for each in kept if each is block or not each.is_free]  # one unreferenced block suffices
+        kept[:] = [each for each in kept if each is block or not each.is_free]  # a single unreferenced block suffices
         if block is None:
             rounds_up = not self._share and _rounds_up(nbytes, self._pin)
             size = 1 << (nbytes - 1).bit_length() if rounds_up else nbytes
@@ -92,7 +92,7 @@ class HostMemory:
         return block.storage
 
     def clear(self) -> None:
-        """Give up all blocks; those that are lent stay with those who hold them."""
+        """Release all blocks; referenced blocks exist until their last reference is deleted."""
         self._kept.clear()
 
     def _make_room(self, nbytes: int, wanted: Callable[[], int]) -> None:
@@ -107,13 +107,13 @@ class HostMemory:
             time.sleep(_POLL_SECONDS)  # there is no notification when a tensor is released
 
     def _evict(self, nbytes: int) -> bool:
-        """Give up as many free blocks as it takes, and return True if there is room then."""
+        """Release free blocks until there is room for `nbytes`, and return whether there is."""
         most = (self._max_bytes or 0) - nbytes
         for _ in range(len(self._kept)):
             if self.held_bytes <= most:
                 return True
             if (original := next(iter(self._kept), None)) is not None:
-                kept = self._kept[original] = self._kept.pop(original)  # the last one now, so that each is seen once
+                kept = self._kept[original] = self._kept.pop(original)  # moved to the end: each is examined once
                 kept[:] = [block for block in kept if not block.is_free]
         return self.held_bytes <= most
 
@@ -131,7 +131,7 @@ class HostMemory:
 
 
 def require_pinning() -> None:
-    """Raise RuntimeError where host memory cannot be page-locked."""
+    """Raise RuntimeError if host memory cannot be page-locked."""
     if accelerator() is None:
         raise RuntimeError(
             "pin_memory=True needs an accelerator, which copies from and to pinned memory, and torch sees none here. "
@@ -140,7 +140,7 @@ def require_pinning() -> None:
 
 
 def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
-    """Return new host memory, of more than no bytes."""
+    """Return new host memory; `nbytes` must be positive."""
     if share:
         try:
             storage = UntypedStorage._new_shared(nbytes, device=HOST)
@@ -157,20 +157,20 @@ def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
     else:
         return UntypedStorage(nbytes, device=HOST)
     if pin:
-        # Undone before the memory is freed; not at exit, when the accelerator's runtime may be gone already.
+        # Unregistered before the memory is freed; not at exit, when the accelerator's runtime may already be closed.
         weakref.finalize(storage, page_lock(storage)).atexit = False
     return storage
 
 
 def _rounds_up(nbytes: int, pin: bool) -> bool:
-    """Return whether torch's allocator of pinned memory serves, which takes the next power of two."""
+    """Return whether torch's allocator of pinned memory is used, which rounds up to a power of two."""
     return pin and (nbytes < _REGISTERED_BYTES or not can_page_lock())
 
 
 def _mapped(nbytes: int) -> UntypedStorage:
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # the kernel has no huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
     with HOST:
         return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()

@@ -1,7 +1,7 @@
 """Copies of state in host memory, to write a checkpoint during training.
 
 ``StateDictStager().stage(tree)`` copies any tree of Python objects. Training then waits only for a copy into existing
-memory; a thread or process of the user can write the copy to disk.
+memory, and a thread or process of the user can write the copy to disk.
 
 `copy.deepcopy` would keep tensors on their devices. `TreeCopy` therefore first replaces all tensors in containers and
 objects: a tensor is a view of a storage, each storage is replaced once, and every tensor on it becomes the same view
@@ -34,9 +34,9 @@ from fsdp.state_dict_utils.host_memory import HostMemory, require_pinning
 from fsdp.state_dict_utils.tree import by_class, is_wrapper, missing_memory
 
 Tree = TypeVar("Tree")
-_Path = tuple[Any, ...]  # empty, or the path of the object around it, and the key in that
+_Path = tuple[Any, ...]  # empty, or the path of the containing object, and the key in this object
 _META = "meta"
-# They are immutable, or (functions, classes) are copied by reference.
+# Types of objects that are immutable, or (functions, classes) copied by reference.
 _ATOMIC: frozenset[type] = frozenset(
     {
         *(type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes, range),
@@ -44,13 +44,13 @@ _ATOMIC: frozenset[type] = frozenset(
         *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     }
 )
-# They run no code of a user while they are copied.
+# Containers that do not run user-defined code during a copy.
 _PLAIN = (dict, list, tuple, set, frozenset, OrderedDict, defaultdict, deque)
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class PendingCopy(Generic[Tree]):
-    """A copy that may be under way from a device; see `StateDictStager.stage`."""
+    """A copy from a device that may be in flight; see `StateDictStager.stage`."""
 
     def __init__(self, tree: Tree, originals: list[UntypedStorage], arrivals: list[Arrival]) -> None:
         self._tree, self._arrivals = tree, arrivals
@@ -65,7 +65,7 @@ class PendingCopy(Generic[Tree]):
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self.wait()  # the memory of a copy that is dropped under way is written to until then
+            self.wait()  # a copy in flight writes to this memory until then
 
     def protect(self) -> None:
         """Make the current streams wait for the copies, so that later work may change the originals.
@@ -133,15 +133,15 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
     @overload
     def stage(self, tree: Tree, non_blocking: Literal[True]) -> PendingCopy[Tree]: ...
     def stage(self, tree: Tree, non_blocking: bool = False) -> Tree | PendingCopy[Tree]:
-        """Copy a tree. Threads take turns.
+        """Copy a tree. Concurrent calls are executed sequentially.
 
         Copies from CUDA are queued on a separate stream, after the work on the current stream, and awaited together at
         the end.
 
         Args:
             tree: any tree of Python objects with tensors.
-            non_blocking: return a `PendingCopy` without waiting. The originals must not be changed until `wait()` has
-                returned or `protect()` was called. Deleting the `PendingCopy` waits for the copy.
+            non_blocking: if True, return a `PendingCopy` without waiting. The originals must not be changed until
+                `wait()` has returned or `protect()` was called. Deleting the `PendingCopy` waits for the copy.
 
         Raises:
             TypeError: for objects that cannot be copied, such as an open file; for a tensor without storage, with its
@@ -284,7 +284,7 @@ class TreeCopy:
         self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None], *, to_host: bool = True
     ) -> None:
         self._place, self._fill, self._is_to_host = place, fill, to_host
-        # The second memo is torch's, by the address of a storage; it serves tensors that exist only during the copy.
+        # The second memo is torch's, by the address of a storage, for tensors that exist only during the copy.
         self._storages: dict[int, UntypedStorage] = {}
         self._memo: dict[Any, Any] = {"torch": self._storages}
         self._seen: dict[int, Any] = {}  # keeps objects, because ids of deleted objects are reused
@@ -332,7 +332,7 @@ class TreeCopy:
             self._find(rebuilt, path)
             self._fill()
             copied = original if isinstance(rebuilt, str) else copy.deepcopy(_Rebuilt(rebuilt), self._memo)
-        elif hasattr(kind, "trigger_wait"):  # the result of a collective that may be under way
+        elif hasattr(kind, "trigger_wait"):  # the result of a collective that may be in flight
             copied = self._tensor(original.trigger_wait(), path)
         else:
             copied = (self._wrapper if hasattr(kind, "__tensor_flatten__") else self._plain)(original, path)
@@ -354,7 +354,7 @@ class TreeCopy:
         names, context = original.__tensor_flatten__()
         parts = {name: getattr(original, name) for name in names}
         for name, part in parts.items():
-            if isinstance(part, Tensor):  # else it belongs to the process, as the mesh of a `DTensor` does
+            if isinstance(part, Tensor):  # others belong to the process, such as the mesh of a `DTensor`
                 parts[name] = self._tensor(part, (path, name))
         if not type(original).__module__.startswith("torch."):  # torch's classes do not read values
             self._fill()
@@ -364,8 +364,8 @@ class TreeCopy:
         return copied
 
     def _view(self, original: Tensor, path: _Path) -> Tensor:
-        """Return a tensor of no special class that looks at its storage as the original does."""
-        if original.layout in _SPARSE:  # of several storages, which are not reused
+        """Return a plain tensor that is the same view of the replaced storage as the original of its storage."""
+        if original.layout in _SPARSE:  # of multiple storages, which are not reused
             return original.detach().to(_META if original.is_meta else HOST, copy=True)
         if original.layout is not torch.strided:
             raise TypeError(f"{_spelled(path)}: {by_class(original)} has a layout that cannot be copied by its memory")
@@ -405,7 +405,7 @@ class TreeCopy:
 
 
 class _Rebuilt:
-    """Is copied by `copy.deepcopy` to the object that pickle rebuilds from the result of ``__reduce_ex__``."""
+    """`copy.deepcopy` copies it to the object that pickle would rebuild from the result of ``__reduce_ex__``."""
 
     def __init__(self, rebuilt: Any) -> None:
         self._rebuilt = rebuilt
@@ -415,12 +415,12 @@ class _Rebuilt:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers and attributes of objects; not those inside of tensors."""
+    """Yield the tensors in containers and attributes of objects, except inner tensors of tensors."""
     return (found for _, found in _objects_in(tree, (), {}) if isinstance(found, Tensor))
 
 
 def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Yield the objects in containers and attributes with their paths, in order and once; none inside of tensors."""
+    """Yield the objects in containers and attributes with their paths, in order and once; tensors are not entered."""
     pending = [(path, tree)]
     while pending:
         path, found = pending.pop()
@@ -433,7 +433,7 @@ def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[
 
 
 def _parts(found: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what `copy.deepcopy` copies of a container or an object, as far as it can be seen in advance."""
+    """Yield the parts of a container or an object that `copy.deepcopy` copies, as far as known in advance."""
     kind = type(found)
     if kind in (dict, OrderedDict, defaultdict):
         yield from ((key, part) for key, value in found.items() for part in (key, value))
@@ -444,7 +444,7 @@ def _parts(found: Any) -> Iterator[tuple[Any, Any]]:
         return
     elif not hasattr(kind, "__deepcopy__"):
         reduce = copyreg.dispatch_table.get(kind)
-        with suppress(TypeError):  # which copying it will raise
+        with suppress(TypeError):  # the copy will raise it
             rebuilt = found.__reduce_ex__(4) if reduce is None else reduce(found)
             for name, part in zip(("arguments", "state", "items", "pairs"), rebuilt[1:5], strict=False):
                 yield name, list(part) if name in ("items", "pairs") and part is not None else part

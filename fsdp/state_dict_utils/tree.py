@@ -37,7 +37,7 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def why_unknown(leaf: Any) -> str | None:
-    """Return why a leaf is only carried along; None for a tensor and a plain value."""
+    """Return the reason why a leaf is of an unknown type; None for a tensor or a plain value."""
     if sharded := _why_sharded(leaf):
         return sharded
     if isinstance(leaf, Tensor):
@@ -56,7 +56,7 @@ def why_unknown(leaf: Any) -> str | None:
 
 
 def _why_sharded(leaf: Any) -> str | None:
-    """Return why a `ShardedTensor`, of which torch refuses to tell even the device, cannot be in a tree."""
+    """Return the reason why a `ShardedTensor`, which has no `device` attribute, cannot be in a tree; or None."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     if module is None or not isinstance(leaf, module.ShardedTensor):
         return None
@@ -89,7 +89,7 @@ def casts(source: torch.dtype, target: torch.dtype) -> bool:
         return False
     try:
         torch.empty(1, dtype=target, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
-    except RuntimeError:  # torch has no kernel for it
+    except RuntimeError:  # torch has no kernel for this
         return False
     return True
 
@@ -107,7 +107,7 @@ def described(value: Any) -> str:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return True if the storage has a size and no memory, or memory that is not the tensor's."""
+    """Return True if a tensor's storage is inaccessible, on another device, or has a size without memory."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     try:
@@ -140,7 +140,7 @@ def by_class(tensor: Tensor) -> str:
 
 
 def without_values(leaf: Any) -> str | None:
-    """Return why a tensor cannot be read; None if it can, and for another leaf."""
+    """Return the reason why a tensor cannot be read; None for a readable tensor and for any other leaf."""
     if isinstance(leaf, Tensor) and leaf.is_meta:
         return "on the meta device, where there are no values"
     missing = missing_memory(arrived(local_part(leaf))) if is_tensor(leaf) else None
@@ -156,8 +156,8 @@ def not_writable(tensor: Tensor) -> str | None:
 
 
 def cannot(leaf: Any, what: str, error: Exception) -> str:
-    """Return a message about a leaf that is only carried along, and cannot be."""
-    reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch's go on with a list of all kernels
+    """Return a message for a leaf of an unknown type that cannot be copied or sent."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch appends a list of all kernels
     return f"a {described(leaf)} cannot {what}: {reason}. Take it out of the tree."
 
 
@@ -260,7 +260,7 @@ def spelled(path: Path) -> str:
     return ".".join(map(str, path)) if path else "the whole tree"
 
 
-class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
+class CompanionMismatch(ValueError):  # noqa: N818  # torch's name
     """Two trees do not match.
 
     Attributes:
@@ -296,7 +296,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def mapped(function: Callable[[Path, Any], Any], tree: Any) -> Any:
-    """Return a new tree of the same containers, with `function` of path and leaf in the place of each leaf."""
+    """Return a new tree with the same containers, in which `function` of path and leaf replaces each leaf."""
     return written(tree, None, lambda path, leaf, _: function(path, leaf))
 
 
@@ -320,7 +320,7 @@ def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
 
 
 def emptied(tree: Any) -> Any:
-    """Return the outermost container without its contents, for ranks that want no result; None for a leaf."""
+    """Return the outermost container without its contents, for ranks that receive no result; None for a leaf."""
     return None if children(tree) is None else rebuilt(tree, {})
 
 
@@ -340,7 +340,7 @@ def check_types(tree: Any, type_check: bool) -> None:
 
 
 def with_own_leaves(tree: Any) -> Any:
-    """Return the tree with a copy of each leaf that is no tensor; a value that cannot change is its own copy."""
+    """Return the tree with copies of all leaves other than tensors and immutable values."""
 
     def own(path: Path, leaf: Any) -> Any:
         try:
@@ -349,7 +349,7 @@ def with_own_leaves(tree: Any) -> Any:
             if isinstance(leaf, PLAIN_LEAVES) or is_tensor(leaf):
                 return leaf
             if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-                # torch's deepcopy does not know all of them
+                # torch's deepcopy does not support all of these
                 return leaf.detach().clone().requires_grad_(leaf.requires_grad)
             return copy.deepcopy(leaf)
         except Exception as error:
@@ -368,7 +368,7 @@ class Comparison:
     fills: bool = False  # None or missing keys in the second tree are filled from the first
 
     def check(self, first: Any, second: Any, path: Path = ()) -> None:
-        """Raise CompanionMismatch at the first place where they do not match."""
+        """Raise CompanionMismatch for the first path at which the trees do not match."""
         if self.fills and second is None:
             return
         ours, theirs = children(first), children(second)
@@ -475,7 +475,7 @@ def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str,
 
 
 def _ends(node: Any, path: Path, containers: dict[Path, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yield leaves and empty containers below the root, and note all containers on the way."""
+    """Yield leaves and empty containers below the root, and record all containers on their paths."""
     inside = children(node)
     if inside is not None:
         containers[path] = _without_contents(node)
@@ -492,7 +492,7 @@ def _without_contents(node: Any) -> Any:
 
 
 def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -> Any:
-    """Return the nested tree of a flat dict, by the paths of its keys, without communication.
+    """Return the nested tree of a flat dict, using the paths of the keys, without communication.
 
     Args:
         flat: a value for each key of the mapping, or for some of them; not changed. Values may have been replaced.
@@ -516,7 +516,7 @@ def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -
 
 
 def _nested(values: Sequence[tuple[str, Path, Any]], at: Path, containers: Mapping[Path, Any]) -> Any:
-    """Return the container at a path, of the values with their keys and paths, all of which lead through it."""
+    """Return the container at the path `at`, which contains the `values`, given with their keys and paths."""
     by_step: dict[Any, list[tuple[str, Path, Any]]] = {}
     for key, path, value in values:
         if len(path) == len(at):
