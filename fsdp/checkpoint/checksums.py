@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fsdp.checkpoint.untrusted import short
 
-try:  # using special instructions, three times as fast as zlib for the same checksum
+try:  # using processor instructions, three times as fast as zlib for the same checksum
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32

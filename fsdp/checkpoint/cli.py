@@ -116,7 +116,7 @@ def _terminated_tidily() -> Iterator[None]:
         yield
         return
     before = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in background jobs
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs of shells ignore it
         before[signal.SIGINT] = signal.default_int_handler
 
     def interrupt(*_: Any) -> NoReturn:

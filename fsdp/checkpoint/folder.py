@@ -43,7 +43,7 @@ def place_of(path: str | os.PathLike[str] | None) -> str:
 
 
 def found(path: str | os.PathLike[str]) -> str | None:
-    """Return the folder of the complete checkpoint at a path, which a killed save may have left elsewhere, or None."""
+    """Return the folder of the complete checkpoint at a path, possibly a killed save's temporary folder, or None."""
     place = os.path.realpath(path)
     # The path again at the end, because a running save may have renamed its folder to the path meanwhile.
     folders = place, place + SAVING, place + REPLACED, place

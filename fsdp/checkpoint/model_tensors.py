@@ -91,7 +91,7 @@ class SlotTensor:
 
     @property
     def form(self) -> str:
-        """The form of a parameter that files contain as a tensor of another form; empty for other parameters."""
+        """The form of a parameter, if files contain it as a tensor of another form; otherwise empty."""
         example = self.handle.flat_param.examples[self.slot]
         count = 0 if example is None else len(inner_of(example))
         text = self.description if self.packing is None else ""
@@ -185,7 +185,7 @@ class UnshardedTensor:
 
     @property
     def form(self) -> str:
-        """The form of a tensor that files contain as a tensor of another form; empty for other tensors."""
+        """The form of the tensor, if files contain it as a tensor of another form; otherwise empty."""
         return _in_header(self.description)
 
     @property
@@ -248,7 +248,7 @@ class UnshardedTensor:
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory contains the values, also after `conj`, which conjugates or negates lazily."""
+    """Return a tensor whose memory contains the values, after a lazy conjugation or negation was applied."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -269,7 +269,7 @@ def read_held(files: TensorReader, key: str, target: Target, into: Tensor) -> No
 
 
 def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
-    """Collective the first time. Update the shards to the user's changes; return the model's units and their ranks."""
+    """Collective the first time. Apply the user's changes to the shards; return the model's units and their ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"cannot {what}: the model must be a torch.nn.Module, got {type(model).__name__}")
     units = units_of(model.modules())
@@ -308,9 +308,9 @@ def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
 
 
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
-    """Return all tensors of a model that files contain, sharded or not, each once with all its names.
+    """Return all tensors of a model for files, sharded or not, each once with all of its names.
 
-    A sharded parameter has no name, and is omitted, if its modules were removed from the model.
+    A sharded parameter is omitted if its modules were removed from the model, because it has no name.
     """
     paths_of = paths_in(model)
     sharded = [

@@ -238,7 +238,7 @@ def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Colle
 
 
 def _elements_of(original: Original, one: OptimParam, target: Target, vector: Tensor) -> Tensor | None:
-    """Return this rank's elements of an original in `vector`, which is flat and like the optimizer's parameter."""
+    """Return this rank's elements of an original from `vector`, which has the layout of the optimizer's parameter."""
     place, held = one.interval(original, one.comm.rank), target.held
     return None if place is None or held is None else vector[place.offset : place.offset + held.numel]
 

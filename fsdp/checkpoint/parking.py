@@ -73,7 +73,7 @@ def park(
         ValueError: for unknown parts; on every rank, if memory on any rank is shared with NumPy or another process and
             cannot be freed.
         RuntimeError: during a forward or backward, or inside `summon_full_params`; for an inner unit.
-        OSError: if the folder cannot be written. After an error of any kind, no rank has parked more tensors.
+        OSError: if the folder cannot be written. After any error, this call has parked no tensors on any rank.
     """
     return sum(one.nbytes for one in _park(model, optimizer, to, parts))
 

@@ -1,6 +1,6 @@
 """Reading untrusted or damaged files: the rules for every reader.
 
-Only regular files are opened, because a pipe would wait for its writer forever. Files that a file names must be in its
+Only regular files are opened, because reading from a pipe might never end. Files that a file names must be in its
 folder. Invalid contents always raise a ValueError that names the path, with a short message without control
 characters. Counts and sizes from a file are compared with the size of the file before use.
 """

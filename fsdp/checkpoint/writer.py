@@ -280,7 +280,7 @@ def _check_arguments(place: Place, dtype: Any, max_file_bytes: Any) -> None:
 def _optimizer_state(
     optimizer: Any, tensors: dict[str, Target], written: Collection[str], ranks: Ranks
 ) -> Callable[[], tuple[list[Entry], Any]]:
-    """Collective. Return a function that returns the tensors of an optimizer's state and its manifest values."""
+    """Collective. Return a function for the tensors of an optimizer's state and the other values for the manifest."""
 
     def look() -> tuple[Optimizers, tuple[list[OwnKinds], dict[str, str]]]:
         optimizers = Optimizers(optimizer, tensors)
@@ -304,7 +304,7 @@ def release(units: Sequence[Unit]) -> None:
 
 
 def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
-    """Collective. Write a checkpoint to its destination; if this raises an error, the previous checkpoint is kept."""
+    """Collective. Write a checkpoint to its destination. After an error, the previous checkpoint is kept."""
     destination = Destination(place.folder)
     is_first = number_among(ranks) == 0
 

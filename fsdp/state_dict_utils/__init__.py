@@ -8,7 +8,7 @@ including tensors inside them, are passed unchanged if the result shares memory 
 otherwise. Tensors that are not dense (sparse, quantized, nested, wrappers of other tensors) have unknown types.
 
 An error names the path, and is raised before any value is changed. In collective functions, every rank raises an
-error: ranks whose own trees are right raise a RuntimeError that contains the error of another rank.
+error: ranks with valid trees raise a RuntimeError that contains the error of another rank.
 
 Names and arguments are the same as in torch's private `torch.distributed._state_dict_utils`.
 """

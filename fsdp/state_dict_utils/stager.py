@@ -81,7 +81,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
 
     A copy is equal to the result of ``torch.save`` followed by ``torch.load(map_location="cpu")``: shared storages,
     views and classes are preserved, gradients and graphs are not copied. Other objects are copied like by
-    `copy.deepcopy`. Tensors on the meta device stay there, because they have no values.
+    `copy.deepcopy`. Tensors on the meta device are not moved, because they have no values.
 
     **A copy is valid while any of its tensors is referenced.** After its release, the next `stage` of the same tensors
     writes into its memory; before, `stage` uses different memory. Memory for a single copy is sufficient if each copy
@@ -364,7 +364,7 @@ class TreeCopy:
         return copied
 
     def _view(self, original: Tensor, path: _Path) -> Tensor:
-        """Return a plain tensor that is the same view of the replaced storage as the original of its storage."""
+        """Return a plain tensor that views the new storage in the same way as `original` views the old storage."""
         if original.layout in _SPARSE:  # of multiple storages, which are not reused
             return original.detach().to(_META if original.is_meta else HOST, copy=True)
         if original.layout is not torch.strided:
@@ -405,7 +405,7 @@ class TreeCopy:
 
 
 class _Rebuilt:
-    """`copy.deepcopy` copies it to the object that pickle would rebuild from the result of ``__reduce_ex__``."""
+    """A stand-in that `copy.deepcopy` copies to the object that pickle would rebuild from ``__reduce_ex__``."""
 
     def __init__(self, rebuilt: Any) -> None:
         self._rebuilt = rebuilt

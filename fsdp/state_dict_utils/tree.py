@@ -56,7 +56,7 @@ def why_unknown(leaf: Any) -> str | None:
 
 
 def _why_sharded(leaf: Any) -> str | None:
-    """Return the reason why a `ShardedTensor`, which has no `device` attribute, cannot be in a tree; or None."""
+    """Return the reason why a `ShardedTensor`, whose `device` raises an error in torch, is not supported; or None."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     if module is None or not isinstance(leaf, module.ShardedTensor):
         return None
@@ -364,7 +364,7 @@ class Comparison:
 
     names: tuple[str, str]  # of the two trees, for messages
     differ: Callable[[Any, Any], str | None]  # returns the difference of two leaves
-    strict: bool = True  # reject keys that only one of the mappings has
+    strict: bool = True  # reject keys that are in only one of the mappings
     fills: bool = False  # None or missing keys in the second tree are filled from the first
 
     def check(self, first: Any, second: Any, path: Path = ()) -> None:
@@ -501,11 +501,11 @@ def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -
             dict otherwise.
 
     Returns:
-        The tree, of new containers in which keys have the order of the mapping. Items of lists and tuples that have no
-        value and precede another item are None.
+        The tree, with new containers, and keys in the order of the mapping. Items of lists and tuples without a
+        value are None if they precede another item.
 
     Raises:
-        ValueError: for a key that has no path, and for a path that leads through the value of another key.
+        ValueError: for a key without a path, and for a path that leads through the value of another key.
     """
     if only := [key for key in flat if key not in mapping]:
         raise ValueError(

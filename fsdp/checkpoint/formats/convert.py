@@ -63,7 +63,7 @@ def content_of(
     only: str | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> Content:
-    """Return the contents of a checkpoint to write; `tied` has additional names for tensors of the model."""
+    """Return the contents of a checkpoint to write; `tied` contains additional names for tensors of the model."""
     if only == OPTIMIZER and source.optimizer is None:
         raise ValueError(f"{source.path} has no optimizer in it")
     model, optimizer = None, None
@@ -94,7 +94,7 @@ def require_apart(source: Source, target: str) -> None:
 def tree_of(
     content: Content, make: Callable[[Entry], Tensor], *, by_number: bool = False, is_flat: bool = False
 ) -> dict[str, Any]:
-    """Return the contents as dictionaries: ``model``, ``optimizer``, and the values under their own names.
+    """Return the contents as dictionaries: ``model``, ``optimizer``, and the values under their names.
 
     The optimizer's state is keyed by names, by numbers as in torch's optimizers, or as a flat dictionary with keys
     like ``state.<name>.exp_avg``. `make` returns the object that represents a tensor.
@@ -252,7 +252,7 @@ def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, in
 def new_place(path: str, own: re.Pattern[str] | None = None) -> Iterator[str]:
     """Yield a temporary file or folder, which is renamed to `path` if the block succeeds, and removed if it fails.
 
-    With `own`, it is a folder, and an existing folder is replaced only if the names of its files match `own`.
+    With `own`, the path is a folder, and an existing folder is replaced only if all file names in it match `own`.
     """
     is_folder = own is not None
     place = os.path.realpath(path)

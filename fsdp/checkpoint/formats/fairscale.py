@@ -1,10 +1,10 @@
 """FairScale's files, and files of `local_state_dict`: a file for each rank, read as a single checkpoint.
 
-Each file has the rank's weights and metadata, under any keys: fairseq's are ``model`` and ``fsdp_metadata``, metaseq's
-``model`` and ``shard_metadata``. They are detected by their contents. The state of an optimizer is either a part
-in each file, or FairScale's full state on rank 0. State of a flat parameter is flat and has the same layout as the
-parameter, so the metadata of the weights also describe the state. FairScale's full state contains tensors in the
-parameters' shapes, keyed by the positions of the parameters in the metadata.
+Each file contains the rank's weights and metadata under any keys, for example ``model`` and ``fsdp_metadata``
+(fairseq), or ``model`` and ``shard_metadata`` (metaseq). Both are detected by their contents. The state of an optimizer
+is either a part in each file, or FairScale's full state on rank 0. State of a flat parameter is flat and has the same
+layout as the parameter, so the metadata of the weights also describe the state. FairScale's full state contains tensors
+in the parameters' shapes, keyed by the positions of the parameters in the metadata.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class SeenFile(NamedTuple):
 
 
 class OpenFiles:
-    """Files that are opened when they are first read."""
+    """Files, each opened during the first read."""
 
     def __init__(self) -> None:
         self._open: dict[SeenFile, int] = {}

@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
     @property
     def has_checksum(self) -> bool:
-        return self.checksum != 0 or self.nbytes == 0  # archives that torch writes without checksums have zero
+        return self.checksum != 0 or self.nbytes == 0  # zero in archives without checksums
 
 
 class _Window(io.RawIOBase):
@@ -111,7 +111,7 @@ class _Window(io.RawIOBase):
 
 
 class TorchArchive:
-    """An archive that `torch.save` has written: a file, or a byte range of a file. Messages use `what` as its name."""
+    """An archive of `torch.save`: a file, or a byte range of a file. Messages use `what` as the name."""
 
     def __init__(self, path: str, begin: int = 0, nbytes: int | None = None, what: str = "") -> None:
         self.path, self.what = path, what or path

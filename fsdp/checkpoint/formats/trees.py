@@ -1,7 +1,7 @@
 """A checkpoint may be a tree of dictionaries; this module finds the model, the optimizer and other values in it.
 
 `torch.save` and `torch.distributed.checkpoint` store arbitrary trees. Most trees are dictionaries with ``model`` and
-``optimizer``, or the model's state alone. This module contains the rules that find these, and the choices for all
+``optimizer``, or the model's state alone. This module contains the rules to find these, and the choices for all
 other trees.
 
 Optimizers' states are converted to the form of `fsdp.checkpoint.optim` from three other forms: torch's optimizers,
@@ -42,7 +42,7 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """A user's choices for a checkpoint whose contents the rules do not find."""
+    """The user's choices for a checkpoint in which the rules do not find all contents."""
 
     model_key: str | None = None  # the keys on the path to the model, separated by dots
     optimizer_key: str | None = None
