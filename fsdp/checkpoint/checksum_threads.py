@@ -34,7 +34,7 @@ class ChecksumThreads:
         self._last = (name, begin, memory)
 
     def take(self) -> list[Fragment]:
-        """Return the fragments that were added since the last call, in their order."""
+        """Return the fragments added since the last call, in order."""
         last, self._last = self._last, None
         found, self._found = self._found, []
         running, self._running = self._running, deque()

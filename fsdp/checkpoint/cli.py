@@ -317,7 +317,7 @@ def _opened(args: argparse.Namespace, choices: Choices) -> Source:
 
 
 def described(source: Source) -> dict[str, Any]:
-    """Return the contents of a checkpoint in a form that `json.dumps` supports."""
+    """Return a description of a checkpoint for `json.dumps`."""
     found: dict[str, Any] = {
         "path": source.path,
         "format": source.format,

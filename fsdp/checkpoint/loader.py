@@ -59,10 +59,10 @@ from fsdp.optim_utils.state import groups_of
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded.
+    """A loaded checkpoint.
 
     Attributes:
-        path: the folder that was read.
+        path: the folder.
         values: the `values` argument of `save`.
         missing_keys, unexpected_keys: keys of the model that the checkpoint lacks, and vice versa, as plain names.
         has_generators: whether the states of this rank's random number generators were restored.
@@ -137,7 +137,7 @@ def load(
     generators: bool = True,
     weights: bool = True,
 ) -> Loaded:
-    """Collective. Load a checkpoint that any number of ranks has saved. Each rank reads only its own ranges.
+    """Collective. Load a checkpoint saved by any number of ranks. Each rank reads only its own ranges.
 
     Like `fsdp.load_safetensors`, but all bytes are also compared with the checkpoint's checksums during reading.
 
@@ -156,7 +156,7 @@ def load(
         weights: if False, load only the optimizer, which is then required, and do not change the model.
 
     Returns:
-        The values that were saved with the checkpoint, its step, and the missing keys.
+        The saved values, the step, and the missing and unexpected keys, as a `Loaded`.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint at `path`.

@@ -85,7 +85,7 @@ class TensorSet:
             create(folder, file)
 
     def written(self, fragments: Iterable[Fragment]) -> TensorFiles:
-        """Return the files with the checksums of the data that all ranks have written."""
+        """Return the files with the checksums of the data written by all ranks."""
         known, checksums = by_name(fragments), {}
         for entry in self.entries:
             try:
@@ -152,7 +152,7 @@ def _text(content: Any) -> str:
 
 
 def _check(content: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the contents have the form that `manifest_of` writes.
+    """Raise ValueError unless the contents have the form of `manifest_of`.
 
     An attacker who can write a file can also write its checksum, so all contents are validated before loading.
     """
@@ -196,7 +196,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> Source:
-    """Open a folder that `fsdp.save` has written. Data is compared with its checksums while it is read."""
+    """Open a folder of `fsdp.save`. Data is compared with the checksums during reading."""
 
     def look(folder: str, stack: ExitStack) -> Source:
         found, digest = _read(folder)

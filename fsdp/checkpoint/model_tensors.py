@@ -143,7 +143,7 @@ class SlotTensor:
 
 @dataclass
 class UnshardedTensor:
-    """A buffer, or a parameter that is not sharded."""
+    """A buffer, or an unsharded parameter."""
 
     names: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules

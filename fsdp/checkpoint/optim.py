@@ -209,7 +209,7 @@ def common_state(heard: Sequence[list[OwnKinds]]) -> list[Kinds]:
 def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Collection[str]) -> tuple[list[Entry], Any]:
     """Return the tensors of optimizers' states with this rank's parts, and the other values for the manifest.
 
-    A rank writes the state of the parameters that it writes, whose names are `written`.
+    A rank writes the state of the parameters with names in `written`, which it also writes.
     """
     entries, states = [], {}
     for one, known in zip(optimizers.params, kinds, strict=True):

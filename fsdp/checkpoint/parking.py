@@ -49,11 +49,11 @@ def park(
     """Collective. Free the memory of a sharded model and its optimizer, until `unpark` restores the same bits.
 
     Call this function between steps, on every rank. Parameters, gradients and tensors of optimizers stay the same
-    objects. Unsharded parameters that are kept between passes are freed, and all-gathered again when required. While
+    objects. Unsharded parameters kept between passes are freed, and all-gathered again when required. While
     the parameters are parked, a forward, a backward, an optimizer step, a load and operations on a parked tensor raise
     a RuntimeError that names `unpark`. State dicts, `fsdp.save` and `stream_weights` read the parked values; tensors
     of these state dicts are on the host. If only the optimizer is parked, training can continue: a step restores the
-    state of one unit after another, see `ParkedSteps`. Tensors that are already parked are skipped.
+    state of one unit after another, see `ParkedSteps`. Already parked tensors are skipped.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
@@ -62,14 +62,14 @@ def park(
             A folder is used for tensors on the host as well: each rank writes safetensors files, and removes a file
             after all of its bytes were restored. Tensors on disk (``offload="disk"``) are not parked.
         parts: some of ``"parameters"`` (all parameters and buffers of the model's modules), ``"gradients"`` (gradients,
-            and accumulated gradients that are not reduced) and ``"optimizer"`` (the tensors in the optimizers' state
+            and accumulated unreduced gradients) and ``"optimizer"`` (the tensors in the optimizers' state
             and options). The default is all parts, without ``"optimizer"`` if `optimizer` is None.
 
     Returns:
-        The number of bytes that this rank has freed, without unsharded parameters.
+        The number of bytes freed by this rank, without unsharded parameters.
 
     Raises:
-        TypeError: for a model that is not sharded.
+        TypeError: for an unsharded model.
         ValueError: for unknown parts; on every rank, if memory on any rank is shared with NumPy or another process and
             cannot be freed.
         RuntimeError: during a forward or backward, or inside `summon_full_params`; for an inner unit.
@@ -88,7 +88,7 @@ def unpark(model: nn.Module, parts: Iterable[str] | None = None) -> None:
         parts: the parts to restore, by default all.
 
     Raises:
-        TypeError: for a model that is not sharded.
+        TypeError: for an unsharded model.
         ValueError: for unknown parts.
         RuntimeError, OSError: on every rank, if any rank lacks memory or cannot read its file. In this case, all of
             these parts stay parked on all ranks, and `unpark` may be called again.
@@ -112,7 +112,7 @@ def parked(
     rank restores its memory without the other ranks, which may not have failed.
 
     Yields:
-        The number of bytes that this rank has freed.
+        The number of bytes freed by this rank.
     """
     root = require_sharded(model, "fsdp.park")
     ours = _park(model, optimizer, to, parts)

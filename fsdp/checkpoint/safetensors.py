@@ -310,7 +310,7 @@ def _resolve(path: str | os.PathLike[str]) -> str:
 
 
 class CheckedFiles(SafetensorsFiles):
-    """Files whose bytes are compared with checksums while they are read; damaged bytes raise ValueError.
+    """Files whose bytes are compared with checksums during reading; damaged bytes raise ValueError.
 
     Blocks that this rank reads completely are compared immediately. Fragments of blocks at the ends of ranges are
     combined with the fragments of other ranks after all ranks have read.
@@ -366,7 +366,7 @@ class CheckedFiles(SafetensorsFiles):
 
     @property
     def fragments(self) -> list[Fragment]:
-        """Return the fragments of blocks that this rank has read partly, for the other ranks."""
+        """Return the fragments of partly read blocks, for the other ranks."""
         return merged(self._fragments)
 
     def compare_fragments(self, heard: Iterable[Fragment]) -> None:

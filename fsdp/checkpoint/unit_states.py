@@ -1,4 +1,4 @@
-"""`UnitStates`: the state of an optimizer, divided into parts that correspond to flat parameters."""
+"""`UnitStates`: the state of an optimizer, divided into parts corresponding to flat parameters."""
 
 from __future__ import annotations
 

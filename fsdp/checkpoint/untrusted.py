@@ -19,7 +19,7 @@ from typing import IO, Any
 
 _MOST_CHARACTERS = 4000  # of a message
 
-# Exceptions that reading an invalid file can raise.
+# Exceptions from reading an invalid file.
 BROKEN = (
     zipfile.BadZipFile,
     UnpicklingError,
@@ -106,7 +106,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Raises:
         ValueError: instead of any error in `BROKEN`.
-        OSError: for files that cannot be read, unchanged unless the message is long or contains control characters.
+        OSError: for unreadable files, unchanged unless the message is long or contains control characters.
     """
     place = os.fspath(path)
     try:

@@ -91,12 +91,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was saved.
+    """A saved checkpoint.
 
     Attributes:
         path: the folder.
         nbytes: the size of the files with tensors, in bytes.
-        cast: the previous dtype of each parameter that was saved in a different dtype, by name.
+        cast: the previous dtype of each parameter saved in a different dtype, by name.
     """
 
     path: Path
@@ -138,7 +138,7 @@ class Place:
 
     @property
     def what_is_there(self) -> str:
-        """Return a description of the files that this rank finds after an incomplete save."""
+        """Return a description of the files visible to this rank after an incomplete save."""
         if self.step is not None:
             last = newest(self.path)
             return f"The newest complete checkpoint is {last}." if last else f"{self.path} has no complete checkpoint."
@@ -405,7 +405,7 @@ def _manifest(found: Plan, ranks: Ranks, heard: _Written) -> bytes:
 
 
 class Senders:
-    """The ranks without access to the folder that have data to write. The constructor is collective."""
+    """The ranks with data to write but without access to the folder. The constructor is collective."""
 
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].on_host.for_device(HOST)
@@ -501,8 +501,8 @@ def _print_error(job: Future[Saved]) -> None:
 class Saver(AbstractContextManager["Saver"]):
     """Saves checkpoints in the background: training waits only for a copy to host memory.
 
-    Each rank copies the data that it writes: shards of the model, and its part of the optimizer's state. The memory is
-    reused for the next checkpoint.
+    Each rank copies the data to write: shards of the model, and its part of the optimizer's state. The memory is reused
+    for the next checkpoint.
 
     An error in the background is raised on every rank, by the next `save` or by `wait`. If neither is called, the
     error is printed. The interpreter does not exit before a checkpoint is written. However,

@@ -322,7 +322,7 @@ def broadcast_state_dict(
         local: the tree to write, on every rank.
         device: the device for communication and for new tensors; the group's backend must support it.
         pg: the ranks; None means all ranks, or only this process without torch.distributed.
-        strict: if True, reject keys that only one of the trees contains. By default, keys of rank 0 are added, and
+        strict: if True, reject keys in only one of the trees. By default, keys of rank 0 are added, and
             other keys are kept.
         cpu_offload: if True, create new tensors on CPU.
         max_coalesced_bytes: send adjacent tensors in a single message up to this size, which is faster for small

@@ -92,7 +92,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
         pin_memory: page-lock host memory, for copies from CUDA that overlap with computation.
         share_memory: use shared memory, so that other processes receive tensors without a copy. Readers in other
             processes are not detected: keep a reference to the copy until they have finished.
-        max_bytes: the maximum host memory for referenced copies and memory that is kept for reuse. The latter is
+        max_bytes: the maximum host memory for referenced copies and memory kept for reuse. The latter is
             released first.
         wait_seconds: if `max_bytes` is reached, the time to wait for another thread to release earlier copies.
             `math.inf` waits forever.
@@ -125,7 +125,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
 
     @property
     def held_bytes(self) -> int:
-        """Host memory for tensors: referenced copies, and memory that is kept for reuse."""
+        """Host memory for tensors: referenced copies, and memory kept for reuse."""
         return self._memory.held_bytes
 
     @overload
@@ -156,7 +156,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
             return pending if non_blocking else pending.wait()
 
     def close(self) -> None:
-        """Release the memory that is kept for reuse. Referenced copies stay valid."""
+        """Release the memory kept for reuse. Referenced copies stay valid."""
         with self._lock:
             self._memory.clear()
             self._is_closed = True

@@ -364,7 +364,7 @@ class Comparison:
 
     names: tuple[str, str]  # of the two trees, for messages
     differ: Callable[[Any, Any], str | None]  # returns the difference of two leaves
-    strict: bool = True  # reject keys that are in only one of the mappings
+    strict: bool = True  # reject keys in only one of the mappings
     fills: bool = False  # None or missing keys in the second tree are filled from the first
 
     def check(self, first: Any, second: Any, path: Path = ()) -> None:

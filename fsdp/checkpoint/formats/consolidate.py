@@ -38,7 +38,7 @@ def consolidate(
         shard_weights: each rank's `local_state_dict`, in rank order. With hybrid sharding, all ranks or only the
             first replica are required.
         shard_metadata: the same ranks' `local_metadata_dict`.
-        with_module_buffers: if True, add rank 0's buffers, and other data that is not sharded.
+        with_module_buffers: if True, add rank 0's buffers and other unsharded data.
         strict: if False, skip parameters and buffers that rank 0's weights lack, and keys that no metadata name.
 
     Returns:
@@ -46,7 +46,7 @@ def consolidate(
         from rank 0's group.
 
     Raises:
-        ValueError: for lists that are empty or of different lengths; for missing, truncated, reordered or superfluous
+        ValueError: for empty lists, or lists of different lengths; for missing, truncated, reordered or superfluous
             shards, and shards of different models, with the rank and the key.
     """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
@@ -95,7 +95,7 @@ def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
 
 
 class Shard:
-    """The weights and metadata that a rank has saved."""
+    """The saved weights and metadata of a rank."""
 
     def __init__(self, title: str, weights: Any, metadata: Any) -> None:
         for what, given in (("weights", weights), ("metadata", metadata)):

@@ -71,7 +71,7 @@ def _tensor_in(item: _Saved, dtype: torch.dtype, box: Box) -> StridedTensor:
 
 
 class DcpFolder:
-    """A folder that `torch.distributed.checkpoint` has written."""
+    """A folder of `torch.distributed.checkpoint`."""
 
     def __init__(self, path: str) -> None:
         self.path = path

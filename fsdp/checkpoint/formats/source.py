@@ -42,7 +42,7 @@ class Source:
     optimizer_rest: Any = None  # other values of the state (`fsdp.checkpoint.optim.rest_of`)
     extra: Mapping[str, Any] = field(default_factory=dict)  # extra state of modules, by name, encoded
     values: Any = None  # the user's values, encoded (`fsdp.checkpoint.json_values`)
-    world_size: int | None = None  # of the ranks that saved it; None if unknown
+    world_size: int | None = None  # the number of ranks of the save; None if unknown
     notes: tuple[str, ...] = ()  # for the user, such as skipped data and the reason
     generators: list[Any] | None = None  # for each rank the states of its random number generators, encoded
     identity: str = ""  # distinguishes checkpoints with equal other fields; empty if unknown
@@ -57,7 +57,7 @@ class Source:
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """A tensor that can be read, with the names of the tensor and the file for messages."""
+    """A readable tensor, with the names of the tensor and the file for messages."""
 
     reader: TensorReader
     name: str
@@ -137,7 +137,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         self.close()
 
     def close(self) -> None:
-        """Close the files that were opened; reading opens them again."""
+        """Close the open files; reading opens them again."""
         self._files.close()
 
 

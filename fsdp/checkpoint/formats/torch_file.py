@@ -173,7 +173,7 @@ class TorchArchive:
 
     @property
     def identity(self) -> str:
-        """Return a text that is the same for files with the same contents."""
+        """Return the same text for files with the same contents."""
         return hashlib.sha256(repr([(name, each.checksum) for name, each in self.records.items()]).encode()).hexdigest()
 
     def _tensor(
@@ -243,7 +243,7 @@ class Foreign:
         self.state = state
 
     def _take(self, *_: Any) -> None:
-        """Ignore items that are added to an object that is not a container here."""
+        """Ignore items added to an object that is not a container here."""
 
     append = extend = add = __setitem__ = _take
 
