@@ -1,24 +1,24 @@
-"""`FlatParamHandle` runs one flat parameter: it shards it, unshards it, and takes in its gradients.
+"""`FlatParamHandle` shards and unshards one flat parameter, and collects and reduces its gradients.
 
-A unit has one handle for each kind of parameter that it flattens (dtype, device, `requires_grad`, precision), as FSDP2
-has a parameter group. The handle implements the collectives of its parameters; the runtime decides when they happen.
+A unit has a handle for each kind of parameter that it flattens (dtype, device, `requires_grad`, precision), like a
+parameter group of FSDP2. The handle implements the collectives of its parameters; the runtime decides when they run.
 
 The tensors of a handle, for W ranks (P is the layout's padded number of elements):
 
-- ``flat_param`` ``[P / W]``, in the parameters' own dtype: this rank's shard, the only tensor that lives between steps
-  and the one that the optimizer updates. Modules list it, so that `parameters()` finds it, or they list the local
-  shards of the original parameters, which are views of it. Its `storage` keeps it on the device, the host, or in files.
+- ``flat_param`` ``[P / W]``, in the parameters' dtype: this rank's shard, the only tensor allocated between steps.
+  The optimizer updates it. Modules list either this tensor, so that `parameters()` returns it, or the local shards of
+  the original parameters, which are views of it. `storage` keeps the shard on the device, on the host, or in files.
 - ``unsharded.full`` ``[P]``, in the dtype and on the device of the computation: the all-gathered parameters. Leaves,
-  one for each parameter, are views of it made once; resharding frees the buffer's storage and keeps the tensors.
-- ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied there when autograd has it.
-  The result of its reduce-scatter, in the shard's dtype, is added to ``flat_param.grad``.
+  one for each parameter, are views created once; resharding frees the buffer's storage and keeps the tensors.
+- ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied to this buffer once computed.
+  The result of the reduce-scatter, in the shard's dtype, is added to ``flat_param.grad``.
 
-In forward and in backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
-(`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. In a world of one the buffer
-is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
+During forward and backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
+(`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. If the world size is 1, the
+shard is also the buffer and nothing is gathered, unless dtype or device of shard and computation differ.
 
-Users may change parameters between steps: assign others, write to them, cast, move or freeze them. The handle notices
-when it is needed next (`absorb`, `follow_shard`) and stores the new values in the shard.
+Users may change parameters between steps: assign new parameters, write to them, cast, move or freeze them. The handle
+detects such changes before the next use (`absorb`, `follow_shard`) and stores the new values in the shard.
 """
 
 from __future__ import annotations
@@ -59,42 +59,42 @@ _log = logging.getLogger(__name__)
 
 _NO_PASSES, _NO_TAGS = Passes(), Tags(0, 0, 0, 0)
 
-# Of a shard: its version, the versions of local shards with counters of their own, and what its buffers depend on:
-# dtype, the device of the computation, size, and last the address. (`requires_grad` concerns the next forward only.)
+# The state of a shard: its version, the versions of local shards with separate counters, and all that buffers depend
+# on: dtype, device of the computation, size, and last the address. (`requires_grad` only affects the next forward.)
 ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
 class FlatParamHandle:
-    """Runs one flat parameter: shards it, unshards it, and takes in its gradients.
+    """Shards and unshards one flat parameter, and collects and reduces its gradients.
 
-    Units make theirs (`fsdp.flat_param_handles` returns them). To make one by hand, use `fsdp.StandaloneHandle`.
+    Units create their handles (see `fsdp.flat_param_handles`). To create one directly, use `fsdp.StandaloneHandle`.
 
     Args:
         shard: this rank's shard of the flat parameter, with the settings of the handle.
 
     Attributes:
-        flat_param, storage, gradients: see above. A flat parameter of one that keeps its shape has this shape.
+        flat_param, storage, gradients: see above. A shape-keeping flat parameter has its parameter's shape.
         layout: where each parameter is in the unsharded buffer and in every rank's shard.
-        comm, reduce_comm: the ranks to all-gather from, and to reduce over; the lone rank where there are no others.
+        comm, reduce_comm: the ranks to all-gather from, and to reduce over; `LONE_RANK` if there is only this rank.
         replicas: the ranks that hold the same shard.
         replica_axis: the ranks along the replica axis: the replicas, or ranks that divide the shard among themselves.
-        tags: its number in the root, and its tags; 0 until the ranks have agreed on their units.
-        unit_name, name: the names of its unit and of itself in messages.
-        policy, passes: the settings of its unit, and the passes of its root.
-        on_gradient: called with the handle, a parameter's number and its leaf, whose gradient autograd has finished.
+        tags: the handle's number in the root, and its tags; 0 until the ranks have agreed on their units.
+        unit_name, name: the names of the unit and of the handle in messages.
+        policy, passes: the settings of the unit, and the passes of the root.
+        on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished the gradient.
         places: for each parameter, where modules use it.
         presentation: the tensors that modules see and list in these places.
-        listed: what modules list and optimizers step: `flat_param`, or local shards of the original parameters.
+        listed: lists, for modules and optimizers, `flat_param`, or local shards of the original parameters.
         values: writes the shards of new values to `flat_param`.
         precision: the dtypes of computation and reduction.
         phase: the state of the unsharded buffer.
-        unsharded: the unsharded parameters of the present `dtype`, made by `new_unsharded`.
-        kept_shard: the parameters that are kept over fewer ranks until their next use; None if all or none are.
-        has_frozen: some of its parameters are not trained.
-        gradient_hooks: calls the hooks of users on `listed_params`; None as long as there were none.
+        unsharded: the unsharded parameters in the present `dtype`, created by `new_unsharded`.
+        kept_shard: parameters kept on fewer ranks until the next use; None if all or none are kept.
+        has_frozen: True if some parameters are not trained.
+        gradient_hooks: calls users' hooks on `listed_params`; None as long as there were no hooks.
     """
 
-    # Defaults of most handles, kept on the class: CPython stores the attributes of instances compactly up to 30.
+    # Defaults of most handles, kept on the class: CPython stores instance attributes compactly up to 30.
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     kept_shard: KeptShard | None = None
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
@@ -131,15 +131,15 @@ class FlatParamHandle:
             self.kept_shard = kept_shard
         if shard.new_unsharded is not UnshardedParameters:
             self.new_unsharded = shard.new_unsharded
-        self._looked_at: Any = None  # the versions of the shard, and of local shards, that `_absorb_shards` has seen
-        self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
+        self._looked_at: Any = None  # the versions of shard and local shards at the last `_absorb_shards`
+        self._gathered: ShardState | None = None  # the shard's state when it was gathered
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
         self._build()
 
     @property
     def param_infos(self) -> list[ParamInfo]:
-        """The places that name each parameter."""
+        """The first place of each parameter, which names the parameter."""
         return [places[0] for places in self.places]
 
     @property
@@ -149,23 +149,23 @@ class FlatParamHandle:
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return which elements of which parameters are in this rank's shard."""
-        from fsdp.engine.shard_metadata import FlatParamShardMetadata  # for code that was written for FSDP1
+        from fsdp.engine.shard_metadata import FlatParamShardMetadata  # for code written for FSDP1
 
         return FlatParamShardMetadata.of(self.layout, self.comm.rank)
 
     @property
     def is_sharded(self) -> bool:
-        """True if other ranks hold other shards of it."""
+        """True if other ranks hold other shards of the flat parameter."""
         return self.comm.world_size > 1
 
     @property
     def is_replicated(self) -> bool:
-        """True if other ranks hold the same shard, and train it together with this one."""
+        """True if other ranks hold and train the same shard."""
         return self.replicas.world_size > 1
 
     @property
     def is_local(self) -> bool:
-        """True if no other rank has anything to do with it."""
+        """True if no collectives with other ranks are required."""
         return not (self.is_sharded or self.is_replicated)
 
     @property
@@ -199,12 +199,12 @@ class FlatParamHandle:
 
     @property
     def is_cast(self) -> bool:
-        """True if it is computed with in another dtype than the optimizer steps it in."""
+        """True if the dtype of the computation differs from the dtype that the optimizer steps."""
         return self.precision.compute_dtype(self.flat_param.dtype) != self.flat_param.dtype
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """The dtype of the sums of `reduce`, at least that in which gradients are sent: they are divided in it."""
+        """The dtype in which `reduce` sums and divides gradients: at least the dtype in which they are sent."""
         return torch.promote_types(self.sum_dtype, self.gradients.dtype)
 
     @property
@@ -214,7 +214,7 @@ class FlatParamHandle:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added up: at least the shard's, and at least that of its gradient."""
+        """The dtype in which gradients are summed: at least the dtypes of the shard and of the shard's gradient."""
         return torch.promote_types(self.flat_param.dtype, self.kept_grad_dtype)
 
     @property
@@ -225,12 +225,12 @@ class FlatParamHandle:
 
     @property
     def state_in_use(self) -> ShardState:
-        """The state of the shard that modules compute with the unsharded parameters of."""
+        """The state of the shard from which the parameters in use were unsharded."""
         return self.shard_state if self._gathered is None else self._gathered
 
     @property
     def is_unsharded(self) -> bool:
-        """True if the unsharded parameters are here, and of the shard as it is now."""
+        """True if the parameters are unsharded and match the present state of the shard."""
         return self.unsharded.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
 
     @property
@@ -241,7 +241,7 @@ class FlatParamHandle:
         return self.unsharded.differ_from(self.values.local_shards, self.comm.rank)
 
     def rename(self, unit_name: str, name: str) -> None:
-        """Use these names of the unit and the handle in messages."""
+        """Use these names of unit and handle in messages."""
         self.unit_name, self.name = unit_name, name
         self.unsharded.name_unit(unit_name)
 
@@ -250,12 +250,12 @@ class FlatParamHandle:
     ) -> None:
         """Use these communicators from now on."""
         if self.flat_param.make_layout().numel == 0:
-            comm = reduce_comm = replicas = replica_axis = LONE_RANK  # there is nothing to say to other ranks
+            comm = reduce_comm = replicas = replica_axis = LONE_RANK  # no data to exchange
         self.comm, self.reduce_comm, self.replicas, self.replica_axis = comm, reduce_comm, replicas, replica_axis
 
     def number_as(self, number: int) -> None:
-        """Be known under this number, and take tags; all ranks that it talks to do so in the same order."""
-        self.comm.take_order()  # of other models, of which a rank may have failed in one
+        """Set the handle's number and allocate its tags. All ranks of its groups must call this in the same order."""
+        self.comm.take_order()  # discard all-gathers of other models, which a rank may have aborted
         gather, replica = self.comm.new_tag(), self.replica_axis.new_tag()
         reduce = gather if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
         self.tags = Tags(number, gather, reduce, replica)
@@ -263,7 +263,7 @@ class FlatParamHandle:
             self.kept_shard.tag = self.kept_shard.comm.new_tag()
 
     def use_at(self, places: Sequence[ParamInfo]) -> None:
-        """Show and list the only parameter in more places, which are empty now."""
+        """Show and list the only parameter in additional places, which are empty now."""
         self.free()
         self.places[0] += places
         self.presentation.add(places, self.listed_params[0])
@@ -274,7 +274,7 @@ class FlatParamHandle:
         return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": _NO_PASSES}
 
     def wake(self) -> None:
-        """Build the parts that are not copied, after it was copied or unpickled, and attached to a unit."""
+        """Rebuild the parts that are not copied, after the handle was copied or unpickled, and attached to a unit."""
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
@@ -284,13 +284,13 @@ class FlatParamHandle:
         self._build()
 
     def _build(self) -> None:
-        """Make everything beside the shard anew, for its present dtype and the present device."""
+        """Create everything except the shard, for the shard's present dtype and device."""
         shard = self.flat_param
         *_, self._built_for = self.shard_state
         self.listed.follow_frozen()
         self._note_frozen()
         if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), self.sum_dtype, self.storage.device):
-            self.gradients.expect(self._trained)  # frozen or thawed in the middle of an accumulation
+            self.gradients.expect(self._trained)  # parameters may be frozen or thawed during an accumulation
         else:
             self.gradients = self._new_gradients()
         if self.precision.grads is not None:
@@ -301,7 +301,7 @@ class FlatParamHandle:
         dtype, needs = self.precision.reduce_dtype(self.flat_param.dtype), self.requires_grad_each
         return GradientBuffer(self.layout, dtype, self.sum_dtype, self.storage.device, needs, self.reduce_comm)
 
-    @torch.inference_mode(False)  # or parameters that are made in inference could not be trained
+    @torch.inference_mode(False)  # else parameters created in inference mode could not be trained
     def _make_unsharded(self) -> None:
         shard, numel = self.flat_param, self.layout.unsharded_numel
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
@@ -320,15 +320,15 @@ class FlatParamHandle:
         self.presentation.use(self.unsharded, shard.dtype)
 
     def renew_unsharded(self) -> None:
-        """Make the unsharded parameters anew, in another dtype or by another function.
+        """Recreate the unsharded parameters, in another dtype or using another function.
 
-        Forwards that have computed with the former ones have no backward any more.
+        Backward through forwards that used the former parameters raises an error.
         """
         try:
             self.absorb()
-        finally:  # a value that cannot be kept stays where it is, and is an error at the next use
+        finally:  # a value that cannot be stored stays in place and raises an error at the next use
             self.free()
-            self.values.touch()  # such a backward raises the error for changed parameters
+            self.values.touch()  # so that such a backward raises the error for changed parameters
             self._make_unsharded()
 
     def _enter(self, phase: Phase) -> None:
@@ -341,12 +341,12 @@ class FlatParamHandle:
         self.phase = phase
 
     def unshard(self) -> None:
-        """Start the all-gather, unless the parameters are here or on their way, of the shard as it is now."""
+        """Start the all-gather of the present shard, unless it is done or in flight already."""
         if self.begin_unshard():
             self.begin_gather()
 
     def begin_unshard(self) -> bool:
-        """Store what users have changed, and return whether the shard as it is now has to be gathered."""
+        """Store users' changes, and return whether the present shard must be gathered."""
         if self.presentation.is_exposed:
             raise RuntimeError(
                 f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
@@ -356,7 +356,7 @@ class FlatParamHandle:
         if self.phase is not Phase.SHARDED:
             if state == self._gathered:
                 return False
-            self.free()  # the shard was changed since, perhaps by the forward that calls the unit
+            self.free()  # the shard has changed since, perhaps in the forward that calls the unit
         state = self._ready_to_send(state)
         if state != self.state_in_use:
             self.unsharded.outdate()
@@ -364,7 +364,7 @@ class FlatParamHandle:
         return True
 
     def begin_gather(self) -> None:
-        """Start the all-gather by itself, after `begin_unshard`."""
+        """Start the handle's own all-gather, after `begin_unshard`."""
         if self.kept_shard is not None:
             self.gather_kept()
         if self.unsharded.is_shard:
@@ -378,22 +378,22 @@ class FlatParamHandle:
 
     @property
     def is_gathered_plainly(self) -> bool:
-        """True if the shard itself is sent, in the dtype of the computation. All ranks have the same answer."""
+        """True if the shard is sent without conversion, in the dtype of the computation; the same on all ranks."""
         return self.is_sharded and self.unsharded.is_exact and self.kept_shard is None
 
     def expect(self, pending: Pending) -> None:
-        """After `begin_unshard`: one message brings the parameters of this handle and of others."""
+        """After `begin_unshard`: use an all-gather in flight that contains the parameters of multiple handles."""
         self._pending = pending
         self._enter(Phase.UNSHARDING)
 
     def shard_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the shard in a dtype, on the device of the computation; in a world of one it is copied directly."""
+        """Return the shard in a dtype, on the device of the computation; if the world size is 1, without staging."""
         if self.flat_param.dtype != dtype or (self.storage.is_elsewhere and self.is_sharded):
             return self.storage.staged(self.flat_param, dtype)
         return self.flat_param.vector
 
     def _state_to_gather(self) -> ShardState:
-        """Store changes of users since the last all-gather, and return the state of the shard then."""
+        """Store users' changes since the last all-gather, and return the resulting state of the shard."""
         if self.presentation.touched:
             self._absorb_places()
         if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
@@ -405,7 +405,7 @@ class FlatParamHandle:
         return state
 
     def renew_kept(self) -> None:
-        """Before a forward: forget parameters that were kept for a backward; gather those that last until a step."""
+        """Before a forward: discard parameters kept for a backward; gather parameters that are kept until a step."""
         if self.kept_shard is not None and not self.kept_shard.lasts:
             self.kept_shard.forget()
         self.gather_kept()
@@ -419,7 +419,7 @@ class FlatParamHandle:
         return state
 
     def gather_kept(self) -> None:
-        """Start to gather the parameters that are kept from step to step, unless they are of the shard as it is now."""
+        """Start to gather the parameters that are kept across steps, unless they match the present shard."""
         if self.kept_shard is None or not self.kept_shard.lasts or self.phase is not Phase.SHARDED:
             return
         state = self.dtype, self._ready_to_send(self._state_to_gather())
@@ -431,7 +431,7 @@ class FlatParamHandle:
     def _gather_into(
         self, full: Tensor, outgoing: Tensor | None = None, over: tuple[Communicator, int] | None = None
     ) -> Pending:
-        """Start to all-gather the shard, or `outgoing` in its place, over all ranks or over others with their tag."""
+        """Start to all-gather the shard, or `outgoing` instead, over all ranks or using `over` (communicator, tag)."""
         over = over or (self.comm, self.tags.gather)
         if outgoing is not None or not self.storage.is_elsewhere:
             return self._exchange(full, outgoing, *over)
@@ -449,7 +449,7 @@ class FlatParamHandle:
         return labelled("all_gather", self.unit_name, comm.all_gather, full, shard, what, tag)
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather, and show the parameters to the modules (on CUDA: to work on the current stream)."""
+        """Wait for the all-gather, and show the parameters to modules (on CUDA: for work on the current stream)."""
         if self.phase is not Phase.UNSHARDING:
             self.unshard()
         if self.phase is Phase.UNSHARDING:
@@ -466,7 +466,7 @@ class FlatParamHandle:
         self.follow_frozen()
 
     def begin_compute(self) -> None:
-        """Wait for the all-gather, and list the unsharded parameters in modules until they are resharded, or longer."""
+        """Wait for the all-gather, and list the unsharded parameters in modules until reshard or `list_shards`."""
         self.wait_for_unshard()
         if replaced := self.presentation.list_unsharded():
             self._refuse_replaced(replaced)
@@ -480,10 +480,10 @@ class FlatParamHandle:
         )
 
     def reshard(self) -> None:
-        """Free the unsharded parameters; the shard keeps the values that users have written to them.
+        """Free the unsharded parameters, after storing values that users have written to them in the shard.
 
         Raises:
-            RuntimeError: for values that the shard cannot keep.
+            RuntimeError: for values that the shard cannot store.
         """
         if self.phase is Phase.UNSHARDED and not self.presentation.is_exposed:
             self._absorb_written()
@@ -492,7 +492,7 @@ class FlatParamHandle:
     def free(self, *, is_needed: bool = False) -> None:
         """Free the unsharded parameters, and drop values that were written to them and not stored yet.
 
-        If backward needs them again (`is_needed`), they are kept over fewer ranks, if there are such ranks.
+        If backward needs the parameters again (`is_needed`), they are kept on fewer ranks if there is a `kept_shard`.
         """
         if self.kept_shard is not None and not self.kept_shard.lasts:
             if is_needed and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
@@ -503,7 +503,7 @@ class FlatParamHandle:
             labelled("reshard", self.unit_name, self._free)
 
     def release(self) -> None:
-        """Free all parameters but the shard."""
+        """Free all parameters except the shard."""
         self.free()
         if self.kept_shard is not None:
             self.kept_shard.forget()
@@ -514,33 +514,33 @@ class FlatParamHandle:
         if self.unsharded.is_shard:
             self.storage.release()
         elif self.phase is Phase.UNSHARDING:
-            self._pending.wait()  # it is written to until that is done
+            self._pending.wait()  # which writes to the buffer until it ends
             self.unsharded.end_gather(is_wanted=False)
         self.unsharded.free(keeps_memory=self.policy.keeps_memory)
         self._enter(Phase.SHARDED)
 
     def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Collective. Return a buffer of its own with the unsharded parameters, by default in the shard's dtype."""
+        """Collective. Return the unsharded parameters in a new buffer, by default in the shard's dtype."""
         full = torch.empty(self.layout.padded_numel, dtype=dtype or self.flat_param.dtype, device=self.storage.device)
         self._gather_into(full).wait()
         self.storage.release()
         return full
 
     def serve_unshard(self) -> None:
-        """Collective. Take part in the all-gather of ranks that unshard it; the parameters here stay as they are."""
+        """Collective. Take part in the all-gather of ranks that unshard; this rank's parameters remain unchanged."""
         self.gather_kept()
         if self.kept_shard is not None and self.kept_shard.has((self.dtype, self.shard_state)):
             full = self.unsharded.full.new_empty(self.kept_shard.padded(self.layout.unsharded_numel))
             self.kept_shard.gather(full, self.name, self.passes.stage).wait()
         elif self.unsharded.is_exact:
             self.gathered(self.dtype)
-        else:  # in the form that the others send, into memory apart from the leaves
+        else:  # in the form that other ranks send, to memory apart from the leaves
             self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing).wait()
             self.unsharded.end_gather(is_wanted=False)
             self.storage.release()
 
     def settle(self) -> None:
-        """Block until the shard may be written: messages and copies of it have arrived."""
+        """Block until the shard may be written, because messages and copies from it have completed."""
         self.comm.settle()
         self.storage.copy_stream.settle()
 
@@ -548,14 +548,14 @@ class FlatParamHandle:
         """Expect gradients, see `GradientBuffer.begin_backward`."""
         self.gradients.forget(self.listed.zeroed)
         self.listed.collect_gradients()
-        # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
+        # `mark_unreduced` left no None: the user has zeroed the gradients since, including accumulated ones.
         if self.flat_param.grad is None:
             self.gradients.drop()
         self.follow_frozen()
         self.gradients.begin_backward(self._trained, sync, self.policy.fills_unused)
 
     def take_gradient(self, slot: int, leaf: Tensor) -> bool:
-        """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
+        """Move a leaf's gradient to the flat buffer; return True if this backward misses no other gradient."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
             if gradient.requires_grad or gradient.layout is not torch.strided:
@@ -568,9 +568,9 @@ class FlatParamHandle:
         return not self.gradients.missing
 
     def reduce(self) -> Pending:
-        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in `reduced_dtype`.
+        """Start to sum the accumulated gradient over the ranks; the result is this rank's shard, in `reduced_dtype`.
 
-        With a hook it is an average, and here when this returns.
+        With a communication hook, the result is an average, and complete on return.
         """
         what, taken, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
         gradient = divided(taken.flat, taken.divisor)
@@ -583,7 +583,7 @@ class FlatParamHandle:
         return Pending(what, (), lambda: shard)
 
     def accept(self, reduced: Tensor) -> None:
-        """Add a reduced gradient to the shard's; if there are hooks to be called with it, when it is delivered."""
+        """Add a reduced gradient to the shard's gradient; if hooks must be called with it, keep it for them."""
         self.flat_param._has_unreduced = False
         if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has any of the awaited gradients
@@ -600,13 +600,13 @@ class FlatParamHandle:
             self.storage.accept(self.flat_param, reduced)
 
     def show_gradient(self, used: Sequence[int]) -> None:
-        """After all gradients of a backward are reduced, show those of the `used` parameters to optimizers."""
+        """Show the gradients of the `used` parameters to optimizers, after all gradients of a backward are reduced."""
         if self.gradient_hooks is not None:
             self.gradient_hooks.run(used)
         self.listed.show_reduced(used, self.gradients.missed)
 
     def end_backward(self) -> None:
-        """Call the users' hooks on accumulated gradients, if this backward has delivered any to them."""
+        """Call users' hooks on accumulated gradients, if this backward has delivered any gradients."""
         if self.gradient_hooks is not None:
             self.gradient_hooks.end_backward()
 
@@ -615,7 +615,7 @@ class FlatParamHandle:
         self.listed.forget_zeroed()
 
     def mark_unreduced(self) -> None:
-        """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
+        """Mark a missing gradient of the shard as unreduced if gradients have accumulated; using it raises an error."""
         shard = self.flat_param
         if any(filled := self.gradients.filled):
             shard._has_unreduced = True
@@ -625,12 +625,12 @@ class FlatParamHandle:
 
     @property
     def has_unreduced(self) -> bool:
-        """True if gradients wait for their reduction, and were not zeroed."""
+        """True if gradients wait for a reduction and were not zeroed."""
         self.forget_zeroed()
         return self.flat_param.has_unreduced
 
     def drop_unreduced(self) -> None:
-        """Drop accumulated gradients that were not reduced, or not delivered."""
+        """Drop accumulated gradients that were not reduced or not delivered."""
         self.gradients.drop()
         if self.gradient_hooks is not None:
             self.gradient_hooks.abandon()
@@ -648,15 +648,15 @@ class FlatParamHandle:
             param.grad = None
 
     def absorb(self) -> None:
-        """Write to the shard the values that users have put in the places of parameters, or assigned to ``.data``.
+        """Write values to the shard that users have assigned in the places of parameters, or to ``.data``.
 
-        Parameters that users have frozen or thawed in their modules are followed.
+        Also update `requires_grad` of parameters that users have frozen or thawed in their modules.
 
         Raises:
-            RuntimeError: for values that cannot be written; they are left where they are.
+            RuntimeError: for values that cannot be written; they are left in place.
         """
         if self.presentation.is_exposed or self.phase is Phase.UNSHARDING:
-            return  # kept, or not, when that ends; or the shard is being sent, and the next `unshard` stores it
+            return  # handled when that ends; or the shard is being sent, and the next `unshard` does this
         with outside_modes():
             self._absorb_places()
             self._absorb_written()
@@ -664,13 +664,13 @@ class FlatParamHandle:
             self.follow_frozen()
 
     def absorb_noticed(self) -> None:
-        """Do what `absorb` does for changes that modules and version counters report, at little cost if none do."""
+        """Do the same as `absorb` for changes that modules and version counters report; cheap without changes."""
         if not (self.presentation.is_exposed or self.phase is Phase.UNSHARDING):
             with outside_modes():
                 self._state_to_gather()
 
     def _absorb_places(self) -> None:
-        """Store the tensors that users have put in the places of parameters."""
+        """Store the tensors that users have assigned in the places of parameters."""
         replaced = self.presentation.changed()
         if not replaced:
             return
@@ -680,7 +680,7 @@ class FlatParamHandle:
 
     def _absorb_written(self) -> None:
         """Store the values that users have written to unsharded parameters."""
-        # Where the buffer is the shard, what is written to it is there already.
+        # If the buffer is the shard, written values are stored already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         if written:
             self.follow_frozen()
@@ -688,7 +688,7 @@ class FlatParamHandle:
             self.unsharded.restore(written)
 
     def _absorb_shards(self) -> None:
-        """Store the values that users have assigned to ``.data`` of local shards, or written to them."""
+        """Store values that users have written to local shards or assigned to their ``.data``."""
         if written := self.listed.absorb():
             self.values.renewed(written)
         self._looked_at = self.shard_state[:2]
@@ -708,8 +708,8 @@ class FlatParamHandle:
             ) from None
 
     def follow_frozen(self) -> None:
-        """Follow `requires_grad` of the parameters that modules list, before a forward or backward."""
-        # Users may set the flag on shards between passes, and on leaves in them.
+        """Apply `requires_grad` of the listed parameters, before a forward or backward."""
+        # Users may set the flag on shards between passes, and on leaves during passes.
         if list(map(_needs_grad, self.unsharded.leaves)) == self._trained == self.requires_grad_each:
             return
         for slot, leaf in enumerate(self.unsharded.leaves):
@@ -721,12 +721,12 @@ class FlatParamHandle:
         self.unsharded.train(self._trained)
 
     def _note_frozen(self) -> None:
-        """Note which parameters are trained now."""
+        """Record which parameters are trained now."""
         self._trained = self.requires_grad_each
         self.has_frozen = not all(self._trained)
 
     def _freeze(self, slot: int, needs: bool) -> None:
-        """Follow a leaf whose `requires_grad` was set by a user, for instance inside of a forward."""
+        """Apply `requires_grad` that a user has set on a leaf, for example during a forward."""
         if self.orig_params is not None:
             self.listed.param_of(slot).requires_grad_(needs)
         elif all(leaf.requires_grad is needs for leaf in self.unsharded.leaves):
@@ -741,17 +741,17 @@ class FlatParamHandle:
 
     @property
     def was_written(self) -> bool:
-        """True if modules or users have written to the unsharded parameters values that the shards do not have."""
+        """True if modules or users have written values to unsharded parameters that the shards do not have."""
         return bool(self.unsharded.written()) and (self.is_replicated or not self.unsharded.is_shard)
 
     def forget_written(self) -> None:
-        """Ignore values that were written to the leaves: the next use gathers the shards."""
+        """Ignore values written to the leaves: the next use gathers the shards."""
         self.unsharded.rest()
         if not self.unsharded.is_shard:
             self._gathered = None
 
     def follow_shard(self) -> None:
-        """Follow a shard that was moved or cast (`module.to(...)`): buffer and leaves are made anew."""
+        """Rebuild the buffer and the leaves after the shard was moved or cast (`module.to(...)`)."""
         shard, before = self.flat_param, self._built_for
         if (now := self.shard_state[-1]) == before:
             return
@@ -769,7 +769,7 @@ class FlatParamHandle:
             if self.kept_shard is not None:
                 self.kept_shard.comm = self.kept_shard.comm.for_device(device)
         *_, now = self.shard_state
-        self.listed.alias()  # also at the same address, where memory that was freed may have come back
+        self.listed.alias()  # also at the same address: freed memory may have been allocated again
         if now[:-1] != before[:-1] or (self.unsharded.is_shard and now != before):
             self.precision.check(self.name, shard.dtype, shard.requires_grad)
             self._build()
@@ -782,7 +782,7 @@ _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"
 
 @uncompiled
 def _report_gradient(handle: weakref.ref[FlatParamHandle], slot: int, leaf: Tensor) -> None:
-    """Hook of a leaf. The reference to the handle is weak: only the garbage collector would free a model otherwise."""
+    """Hook of a leaf. The reference to the handle is weak; otherwise only the garbage collector would free a model."""
     found = handle() if leaf.requires_grad else None  # autograd calls hooks of frozen leaves too, without a gradient
     if found is not None and found.on_gradient is not None:
         found.on_gradient(found, slot, leaf)

@@ -1,27 +1,27 @@
-"""The runtime of a root: it decides when each unit is unsharded, resharded and reduced, driven by the units' hooks.
+"""The runtime of a root unshards, reshards and reduces all units, driven by the units' hooks.
 
 ===========================  ====================================  ===================================================
 event (method)               state of the unit                     actions
 ===========================  ====================================  ===================================================
-forward begins               IDLE -> FORWARD                       unshard it, start the all-gather of the unit that is
-(`before_forward`)                                                 expected next, wait, list unsharded parameters
-forward ends                 FORWARD -> IDLE                       merge what it wrote to weights; reshard it, unless
-(`after_forward`)                                                  backward needs it at once or the user keeps it
-backward reaches its         IDLE, BACKWARD_POST -> BACKWARD_PRE   unshard it, prefetch along the order of the last
+forward begins               IDLE -> FORWARD                       unshard the unit, start the all-gather of the next
+(`before_forward`)                                                 expected unit, wait, list unsharded parameters
+forward ends                 FORWARD -> IDLE                       merge values written to weights; reshard, unless
+(`after_forward`)                                                  backward follows at once or the user keeps the unit
+backward reaches its         IDLE, BACKWARD_POST -> BACKWARD_PRE   unshard, prefetch in the order of the last
 outputs (`before_backward`)                                        backward, wait, list unsharded parameters
-a handle has all gradients   BACKWARD_PRE -> BACKWARD_POST         reshard it, start the reduction; that one ends when
-(`gradient_complete`)                                              the next has been started, or with the backward
-backward has passed it       (the same)                            reshard what is frozen
+a handle has all gradients   BACKWARD_PRE -> BACKWARD_POST         reshard, start the reduction, which ends when the
+(`gradient_complete`)                                              next reduction has started, or with the backward
+backward has passed a call   (the same)                            reshard units with frozen parameters
 (`passed`)
-backward ends                BACKWARD_POST -> IDLE                 reduce what did not complete (unused parameters),
+backward ends                BACKWARD_POST -> IDLE                 reduce incomplete gradients (unused parameters),
 (`finish_backward`)                                                finish reductions, show gradients, list shards
 ===========================  ====================================  ===================================================
 
-A recomputed forward (activation checkpointing) is a part of its backward: it unshards as backward does. A backward may
-run inside of a forward: units whose forward is running stay in FORWARD, and keep their parameters.
+A recomputed forward (activation checkpointing) is a part of a backward and unshards as backward does. If a backward
+runs during a forward, units whose forward is running stay in FORWARD and keep their parameters.
 
-So at most the units in computation, one prefetched unit and two reductions are alive beside the shards. Small units are
-prefetched in buckets (`schedule`).
+Memory therefore contains the shards, the computing units, one prefetched unit and two reductions at most. Small units
+are prefetched in buckets (`schedule`).
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """The schedule of all units of one tree.
+    """Schedules all units of a module tree.
 
     Args:
         root: the outermost unit.
-        named_units: the units of its tree, which all ranks have numbered alike, with the names of their modules.
+        named_units: the units of the tree, numbered the same on all ranks, with the names of their modules.
 
     Raises:
-        RuntimeError: if an inner unit already belongs to a root of its own.
+        RuntimeError: if an inner unit has already run as a root.
     """
 
-    # Layers, which the function that makes the runtime attaches.
-    checks: Checks  # of its tree
-    steps: Any  # of its optimizers, as far as ranks compare them (`Steps`)
-    participation: Participation  # of the ranks, which may do different things
+    # Layers, attached by the function that creates the runtime.
+    checks: Checks  # of the tree
+    steps: Any  # of the optimizers, compared between ranks (`Steps`)
+    participation: Participation  # of the ranks, which may run different modules
 
     def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]]) -> None:
         self.root = root
@@ -76,33 +76,33 @@ class Runtime:
         self._adopt(named_units)
         mixed = [unit for unit in self.units if unit.precision.is_mixed]
         self.inside_mixed = {inner for unit in mixed for _, inner in units_in(unit) if inner is not unit}
-        self.has_run = False  # a forward has begun with the root
+        self.has_run = False  # a forward has begun under this root
         self._reductions = Reductions(root.policy.bucket_bytes)
-        self._small_bytes = min(SMALL_BYTES, root.policy.bucket_bytes)  # so many are gathered together
+        self._small_bytes = min(SMALL_BYTES, root.policy.bucket_bytes)  # the limit for units gathered together
         self._usage = Usage()
         self._forward_order, self._backward_order = self.new_order(), self.new_order()
-        self._waiting: list[Unit] = []  # they have all gradients, and something in the backward reads them yet
-        self._left: list[FlatParamHandle] = []  # copies of the last forward; no backward has run since
+        self._waiting: list[Unit] = []  # with complete gradients, while backward still reads the parameters
+        self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward has run since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
-        self._outermost = root  # the unit whose forward was called last by the user
+        self._outermost = root  # the unit whose forward the user called last
         self._running: list[Call] = []  # forwards that are running, the innermost last
-        self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
-        self._leaves_graph = False  # its graph is kept (create_graph=True), and needs the unsharded parameters
+        self._backward: BackwardPass | FollowedPass | None = None  # running, or failed
+        self._leaves_graph = False  # its graph is kept (create_graph=True) and needs unsharded parameters
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
         self._kept = [handle for handle in self.handles if handle.kept_shard is not None]
         self._deferring = [unit for unit in self.units if unit.placements.defers_reduction]
-        self.keeps_parameters = any(unit.placements.keeps_parameters for unit in self.units)  # from step to step
-        # Whether a gradient has ever come; None before the first forward that may bring one.
+        self.keeps_parameters = any(unit.placements.keeps_parameters for unit in self.units)  # across steps
+        # Whether any gradient has ever arrived; None before the first forward that needs a backward.
         self.has_trained: bool | None = None
-        self.has_deferred = False  # a backward has left gradients unreduced whose placements are PARTIAL
+        self.has_deferred = False  # a backward has left gradients with PARTIAL placements unreduced
         _all.add(self)
 
     def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
-        """Run all units inside of the root.
+        """Take over all units of the tree.
 
         Raises:
-            RuntimeError: if one has become a root itself, or is in the middle of a forward or backward.
+            RuntimeError: if a unit has run as a root, or is in the middle of a forward or backward.
         """
         kind = type(self.root.module).__name__
         for name, unit in named_units:
@@ -136,7 +136,7 @@ class Runtime:
         is_outermost = not call.recomputed and (not self._running or unit is self.root)
         if is_outermost:
             self._begin_forward(unit)
-            if unit.runtime is not self:  # the checks have found other units in the tree than before
+            if unit.runtime is not self:  # the checks have found that the tree's units have changed
                 unit.ensure_runtime().before_forward(unit, inputs)
                 return
         self._running.append(call)
@@ -156,7 +156,7 @@ class Runtime:
             call.order = self._unshard(unit, is_backward=False)
         if torch.is_grad_enabled():
             call.begin(around=self._running[-2] if len(self._running) > 1 else None)
-            # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
+            # A frozen parameter gets no gradient, so gradients of the inputs show when backward has read it last.
             if unit.has_frozen_handle:
                 call.watch_inputs(inputs)
         for notify in unit.observers.forward:
@@ -166,12 +166,12 @@ class Runtime:
         global _last
         self.has_run = True
         _last = weakref.ref(self)
-        self._end_running()  # which its hooks know to be over
+        self._end_running()  # the hooks have found that these forwards are over
         if self._backward is not None:
             self._recover()
         self._outermost = unit
         self._require_own_units()
-        # Not inside of a backward, where a gradient that is reduced and not shown by local shards yet looks the same.
+        # Not during a backward: a reduced gradient that local shards do not show yet would look like a zeroed gradient.
         for handle in self.handles:
             handle.forget_zeroed()
         self.checks.before_forward(unit)
@@ -188,9 +188,9 @@ class Runtime:
                 )
 
     def _reshard_overwritten(self) -> None:
-        """Collective. Reshard the handles that the last forward left unsharded, if any rank wrote to its shard since.
+        """Collective. Reshard handles left unsharded by the last forward if any rank has written to its shard since.
 
-        Only the rank that wrote may notice, and all ranks must take part in the all-gather.
+        Only the rank that wrote may detect the write, but all ranks must take part in the next all-gather.
         """
         self._left = [handle for handle in self._left if handle.phase is Phase.UNSHARDED]
         has_graph = torch.is_grad_enabled()
@@ -205,19 +205,19 @@ class Runtime:
             overwritten = comm.on_host.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.free()
-                self._leaves_graph = False  # a graph of the former values has no more backward
+                self._leaves_graph = False  # graphs of the former values can no longer run backward
 
     def _renew_kept(self) -> None:
-        """Forget the parameters that the last forward left for its backward; gather those that last until a step."""
+        """Discard parameters kept for the backward of the last forward; gather parameters kept until a step."""
         for handle in self._kept:
             handle.renew_kept()
 
     def new_order(self) -> ExecutionOrder[Unit]:
-        """Return an order of units that all ranks run, in which small ones are gathered together."""
+        """Return a new execution order of units, in which small units are gathered together."""
         return ExecutionOrder(gathered_nbytes, self._small_bytes)
 
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
-        """Unshard a unit, and start the following units; returns their order, None if ranks have no common order."""
+        """Unshard a unit and start the following units; return the order, or None if ranks have no common order."""
         usual = self._backward_order if is_backward else self._forward_order
         if self._waiting:
             self._stop_waiting([unit])
@@ -246,25 +246,25 @@ class Runtime:
         return order
 
     def _stop_waiting(self, units: Iterable[Unit]) -> None:
-        """Reshard the waiting ones among `units` before an all-gather, as other ranks may have done already."""
+        """Reshard waiting units in `units` before an all-gather; other ranks may have resharded them already."""
         for unit in {*units}.intersection(self._waiting):
             unit.reshard()
             self._waiting.remove(unit)
 
     def unshard_ahead(self, units: Iterable[Unit], is_backward: bool) -> None:
-        """Start to unshard units, small ones together."""
+        """Start to unshard units; small units share an all-gather."""
         needed = (unit for unit in units if not is_backward or unit.policy.unshard_in_backward)
         unshard_together(needed, self._small_bytes)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
-        """Hook: `unit` has computed, or `failed` to."""
+        """Hook: the forward of `unit` has returned, or `failed`."""
         for notify in unit.observers.forward_end:
             notify(unit, output, failed)
         if not self._running or self._running[-1].unit is not unit:
-            return  # it never began: a hook before ours has raised
+            return  # the forward never began: an earlier hook has raised
         call = self._running.pop()
         if call.recomputed:
-            unit.forget_written()  # the forward has written it already
+            unit.forget_written()  # the first forward has already stored these values
         if failed:
             if not call.recomputed:
                 self._end_failed_forward(unit)
@@ -283,8 +283,8 @@ class Runtime:
         needed_at_once = (
             needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
         )
-        # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
-        # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
+        # A loss may leave the module by an attribute, a generator or a closure instead of the output. Backward then
+        # reaches the unit without notice, so parameters stay unsharded if the output has nothing to differentiate.
         may_leave = not needs_backward and torch.is_grad_enabled() and any(one.requires_grad for one in unit.handles)
         if unit.yet_to_run:
             unit.yet_to_run -= {module}
@@ -303,7 +303,7 @@ class Runtime:
                 self.has_trained = False
 
     def _is_awaited(self, unit: Unit) -> bool:
-        """Return whether a backward with create_graph=True before this forward left a unit to the next backward."""
+        """Return whether an earlier backward with create_graph=True left the unit unsharded for the next backward."""
         return self._leaves_graph and any(handle in self._left for handle in unit.handles)
 
     def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
@@ -327,9 +327,9 @@ class Runtime:
                 continue
             is_resident = unit.policy.keeps_for_inference and not torch.is_grad_enabled()
             stays = keep or unit.policy.keeps_without_backward or is_resident or self._is_awaited(unit)
-            if stays and unit.was_written:  # by the forward of others
+            if stays and unit.was_written:  # by the forward of another unit
                 self._take_written(unit)
-            # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
+            # Kept for a backward or a module that did not run, or prefetched without need.
             is_left = unit.yet_to_run and unit.frees_after_forward and not is_resident
             if not stays or unit.is_unsharding or is_left:
                 unit.reshard()
@@ -339,7 +339,7 @@ class Runtime:
         self._settle()
 
     def unsharded_after(self, unit: Unit) -> Sequence[FlatParamHandle]:
-        """Return the handles whose parameters an output may be; for the outermost module, those of units inside too."""
+        """Return the handles whose parameters may be outputs; for the outermost module, also handles of inner units."""
         is_outermost = len(self._running) == 1 and not self._running[0].recomputed
         return self._unsharded() if is_outermost else unit.handles
 
@@ -352,7 +352,7 @@ class Runtime:
         self._let_go(unit)
         self.participation.fail(unit)
         if not self._running:
-            if not isinstance(sys.exc_info()[1], CollectiveError):  # else other ranks compare how far it came
+            if not isinstance(sys.exc_info()[1], CollectiveError):  # else other ranks compare the position
                 self.passes.end_forward()
             for other in self.units:
                 self._let_go(other)
@@ -360,13 +360,13 @@ class Runtime:
                 self._settle()
 
     def _let_go(self, unit: Unit) -> None:
-        """Reshard after a failure. Errors of collectives in flight add nothing to the error that is raised."""
+        """Reshard after a failure. Errors of collectives in flight are suppressed: an error is already being raised."""
         for handle in unit.handles:
             with suppress(RuntimeError):
                 handle.free()
 
     def give_up_forward(self, unit: Unit) -> None:
-        """An exception that torch's hooks do not see (KeyboardInterrupt, say) has ended the unit's forward."""
+        """End the unit's forward after an exception that torch's hooks do not see, for example KeyboardInterrupt."""
         if any(call.unit is unit and not call.recomputed for call in self._running):
             while self._running:
                 call = self._running.pop()
@@ -375,7 +375,7 @@ class Runtime:
                     break
 
     def end_left_forward(self) -> None:
-        """End a forward that such an exception has ended, if its caller could not notice that either."""
+        """End a forward that such an exception has left, if the caller did not detect the exception either."""
         if self._running and not is_called(self._running[0].unit):
             self._end_running()
 
@@ -405,11 +405,11 @@ class Runtime:
             if self.participation.is_uneven:
                 self._reductions.release()
             backward.reach(call.number)
-            if backward.reached > 1:  # re-entrant checkpoints bring unannounced gradients in each call anew
+            if backward.reached > 1:  # re-entrant checkpoints add unannounced gradients in each call
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
             if backward.complete:
                 self._reduce_complete(unit)
-        # If the inputs do not show when backward has passed the call, the unit is kept until the backward ends.
+        # If the inputs cannot show when backward has passed the call, the unit stays unsharded until backward ends.
         if call.may_outlast_gradients:
             backward.await_inputs(call)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
@@ -428,17 +428,17 @@ class Runtime:
         return self._backward is not None and self._backward.is_alive
 
     def ensure_backward(self) -> None:
-        """A backward is running: the first to notice begins it."""
+        """Begin the running backward, if no other hook has begun it."""
         if self._backward is not None:
             if self._backward.is_alive:
                 return
-            self._abandon_backward()  # the last one raised
+            self._abandon_backward()  # the last backward raised
         self._require_own_units()
         self._backward = BackwardPass(self._end_backward, self._end_failed_backward)
         self._begin_backward()
 
     def _end_failed_backward(self) -> None:
-        """A backward has raised an exception: state dicts find idle units, and ``zero_grad()`` the shards."""
+        """Make units idle and list shards after a backward raised, for state dicts and ``zero_grad()``."""
         for unit in self.units:
             if unit.state is not TrainingState.FORWARD:
                 unit.transition_to(TrainingState.IDLE)
@@ -484,7 +484,7 @@ class Runtime:
         if unit.state is not TrainingState.FORWARD and not unit.backward.may_come:
             unit.transition_to(TrainingState.BACKWARD_POST)
         unit.backward.missing.discard(handle)
-        handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
+        handle.gradients.begin_round()  # re-entrant checkpoints may add a second round of gradients
         self._free_after_backward(unit)
         self.reduce(unit, handle)
         for notify in unit.observers.gradients_complete:
@@ -502,9 +502,9 @@ class Runtime:
     def _reduce_complete(self, unit: Unit) -> None:
         """Reduce the complete handles of a unit, at the same time and in the same order on all ranks.
 
-        They may complete at different ones, where ranks use different parameters, or use them in different calls of the
-        unit. So backward must have come to all calls; and in the last one, a handle waits for those before it that all
-        ranks expect. The rest (of units that contain units, whose calls come between) is reduced when backward ends.
+        Ranks may complete handles at different times if they use different parameters, or use them in different calls
+        of the unit. Backward must therefore have reached all calls; in the last call, a handle waits for earlier
+        handles that all ranks expect. If the unit contains units, the remaining handles are reduced when backward ends.
         """
         backward = unit.backward
         for each in reversed(unit.handles):
@@ -518,7 +518,7 @@ class Runtime:
                 return
 
     def passed(self, unit: Unit, call: Call) -> None:
-        """Hook: backward has the gradients of the inputs of a call."""
+        """Hook: backward has computed the gradients of the inputs of a call."""
         unit.backward.leave(call)
         if self.is_in_backward:
             self._free_after_backward(unit)
@@ -527,7 +527,7 @@ class Runtime:
         if self._leaves_graph or unit.state is TrainingState.FORWARD or not unit.backward.is_through:
             return
         if unit.has_frozen_handle and unit.contains_units:
-            return  # frozen parameters may be on the way to the gradients of the units inside
+            return  # gradients of inner units may depend on the frozen parameters
         if unit.frees_after_backward:
             if unit.backward.reads_on(unit.references) and not retains_graph():
                 self._waiting.append(unit)
@@ -542,7 +542,7 @@ class Runtime:
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Collective. Backward has ended on all ranks: reduce the rest of its gradients, and show all of them."""
+        """Collective. Reduce the remaining gradients when backward has ended on all ranks, and show all gradients."""
         for unit in self.units:
             unit.take_assigned_gradients()
         gradients = [handle.gradients for handle in self.handles]
@@ -554,11 +554,11 @@ class Runtime:
             handle.mark_unreduced()
         for unit in self.units:
             is_in_use, is_in_forward = unit.is_in_use, unit.state is TrainingState.FORWARD
-            # Inside of a running forward, gradients may be stepped next; torch.autograd.grad leaves none.
+            # During a forward, an optimizer step may follow if there are gradients; torch.autograd.grad leaves none.
             if is_in_use and (has_gradient or not is_in_forward):
                 self._list_shards(unit)
             if is_in_forward:
-                continue  # this backward was inside of its forward, which goes on
+                continue  # this backward ran during the unit's forward, which continues
             unit.transition_to(TrainingState.IDLE)
             unit.is_spare |= unit.placements.keeps_unsharded or unit.placements.defers_reduction
             if unit.is_unsharding or (is_in_use and unit.frees_after_backward and not self._leaves_graph):
@@ -584,7 +584,7 @@ class Runtime:
         self._usage.end()
         while any(map(self._usage.is_due, self.handles)):
             for unit in self.units:
-                # Asked one by one, because a bucket reduces several at once.
+                # Checked for each handle, because a bucket reduces multiple handles at once.
                 for handle in filter(self._usage.is_due, reversed(unit.handles)):
                     handle.gradients.owe(self._usage.unused(handle))
                     self._reductions.submit(handle)
@@ -593,12 +593,12 @@ class Runtime:
         self._usage.note_held()
 
     def follow_backward(self, *, brings_nothing: bool = False) -> None:
-        """Begin a backward that brings no gradients here: other ranks run it, or it `brings_nothing` on any rank."""
+        """Begin a backward without gradients on this rank: other ranks run it, or it `brings_nothing` on any rank."""
         self._backward = FollowedPass()
         self._begin_backward(brings_nothing=brings_nothing)
 
     def serve_reduction(self, handle: FlatParamHandle) -> None:
-        """Take part in the reduction of a handle of which others have a gradient."""
+        """Take part in the reduction of a handle if only other ranks have a gradient."""
         unit = next(unit for unit in self.units if handle in unit.handles)
         handle.gradients.owe()
         unit.backward.missing.discard(handle)
@@ -607,7 +607,7 @@ class Runtime:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate unsharded gradients without reducing them."""
+        """Backwards in this context accumulate unsharded gradients without reducing them."""
         self.ensure_idle("enter no_sync()", is_served=True)
         outer = {unit: unit.policy.sync for unit in self.units}
         try:
@@ -618,27 +618,27 @@ class Runtime:
                 unit.policy.sync = sync
 
     def synchronise(self, sync: GradientSync) -> None:
-        """Set how far the gradients of all units go from now on."""
+        """Set which stages of the reduction the next backwards run, for all units."""
         for unit in self.units:
             unit.policy.sync = sync
 
     def reduce_accumulated(self) -> None:
-        """Collective. Reduce accumulated gradients, as a backward that brings nothing more."""
+        """Collective. Reduce accumulated gradients, like a backward that adds no gradients."""
         self.ensure_idle("reduce gradients")
         self.follow_backward(brings_nothing=True)
         try:
             self.finish_backward()
         except BaseException:
-            self._backward = FollowedPass(is_alive=False)  # the next pass discards what is left of it
+            self._backward = FollowedPass(is_alive=False)  # the next pass discards the remaining gradients
             raise
 
     def reduce_deferred(self) -> None:
-        """Collective. Reduce the gradients whose placements leave that to the optimizer step, if there are any."""
+        """Collective. Reduce gradients whose placements defer the reduction to the optimizer step, if there are any."""
         if self.has_deferred and not self.is_computing:
             self.reduce_all()
 
     def reduce_all(self) -> None:
-        """Collective. Reduce all gradients that have accumulated, whatever their placements are."""
+        """Collective. Reduce all accumulated gradients, regardless of their placements."""
         outer = {unit: unit.policy.sync for unit in self.units if unit.placements.defers_reduction}
         try:
             for unit in outer:
@@ -649,9 +649,9 @@ class Runtime:
                 unit.policy.sync = sync
 
     def end_step(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Free the parameters that are kept from a step to the next: an optimizer has stepped these handles' shards.
+        """Free parameters that are kept across steps, after an optimizer has updated the shards of these handles.
 
-        All ranks step the same handles, so none of them has to be told that the parameters are gathered anew.
+        All ranks step the same handles, so the next all-gather requires no agreement between ranks.
         """
         keeping = (u for u in self.units if u.placements.keeps_parameters or not u.policy.reshard_after_backward)
         kept = {handle for unit in keeping for handle in unit.handles}
@@ -666,9 +666,9 @@ class Runtime:
         return is_in_forward or (self.is_in_backward and in_backward())
 
     def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
-        """Raise RuntimeError unless nothing runs; what a failed forward or backward left behind is cleared first.
+        """Raise RuntimeError during a forward or backward; otherwise clear the state that a failed pass has left.
 
-        Inside of `fsdp.join` too, where ranks that have finished would not take part, unless it `is_served` there.
+        Also raise inside `fsdp.join`, where finished ranks would not take part, unless the operation `is_served` there.
         """
         self.end_left_forward()
         if self.is_computing:
@@ -681,17 +681,17 @@ class Runtime:
             self._recover()
 
     def forget(self) -> None:
-        """Let go of all units: the next one used finds out again which is outermost."""
+        """Release all units; the next forward determines again which unit is outermost."""
         self.ensure_idle("reset")
         self.release()
         for unit in self.units:
             unit.runtime = None
 
     def release(self) -> None:
-        """Free the parameters that are kept between passes, except the shards, which get the values that were written.
+        """Store written values in the shards, and free all other parameters that are kept between passes.
 
         Raises:
-            RuntimeError: for written values that cannot be stored.
+            RuntimeError: if written values cannot be stored.
         """
         for handle in self.handles:
             handle.absorb()
@@ -700,13 +700,13 @@ class Runtime:
         self._settle()
 
     def reset_iteration(self) -> None:
-        """Forget a forward or backward that was given up, and all gradients that were not reduced."""
+        """Discard an aborted forward or backward, and all unreduced gradients."""
         if self.is_computing:
             raise RuntimeError(f"cannot reset the iteration in the middle of a forward or backward of {self.root.name}")
         self._recover()
 
     def _recover(self) -> None:
-        """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
+        """Return to idle after an aborted forward or backward, and drop unreduced gradients."""
         self._running.clear()
         for unit in self.units:
             unit.transition_to(TrainingState.IDLE)
@@ -714,7 +714,7 @@ class Runtime:
         self._abandon_backward()
 
     def _abandon_backward(self) -> None:
-        """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
+        """Discard an aborted backward and its unreduced gradients. Units whose forward is running keep running."""
         self._backward = None
         self.participation.abandon()
         self._usage.abandon()
@@ -739,7 +739,7 @@ class Runtime:
 
 
 def _trained(handles: Sequence[FlatParamHandle]) -> Iterator[str]:
-    """Yield the names of the handles that get gradients, with the parameters that do not."""
+    """Yield the names of handles with trained parameters, each with the names of its frozen parameters."""
     for handle in handles:
         if not handle.has_frozen:
             yield handle.name
@@ -756,12 +756,12 @@ _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 @uncompiled
 def runtime_of(unit: Unit) -> Runtime:
-    """Return the runtime of a unit, which becomes the root if none around it has run."""
+    """Return the runtime of a unit. The unit becomes the root if no unit around it has run."""
     return cast("Runtime", unit.ensure_runtime())
 
 
 def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParallel") -> Runtime:
-    """Return the runtime of an outermost unit; a method that is for those raises RuntimeError on others."""
+    """Return the runtime of an outermost unit; raise a RuntimeError that names `method` for an inner unit."""
     runtime = runtime_of(unit)
     if runtime.root is not unit:
         raise RuntimeError(
@@ -777,7 +777,7 @@ def runtimes() -> list[Runtime]:
 
 @uncompiled
 def reduce_deferred(shards: Iterable[Any]) -> None:
-    """Collective. Reduce the gradients of the models that have some of these shards, if that was left to the step."""
+    """Collective. Reduce deferred gradients of the models that contain any of these shards."""
     deferring = [runtime for runtime in runtimes() if runtime.has_deferred]
     wanted = {id(shard) for shard in shards} if deferring else ()
     for runtime in deferring:
@@ -786,6 +786,6 @@ def reduce_deferred(shards: Iterable[Any]) -> None:
 
 
 def running() -> Runtime | None:
-    """Return the runtime whose forward or backward runs now; the last one that began, if several do."""
+    """Return the runtime that began a forward last, if a forward or backward of it runs now; otherwise None."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None

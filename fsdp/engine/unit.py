@@ -1,6 +1,6 @@
 """A unit: one wrapped module, its handles, and its state.
 
-A unit knows its modules and parameters; the runtime decides when they are unsharded and resharded.
+A unit contains modules and parameters; the runtime decides when they are unsharded and resharded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fsdp.engine.unit_backward import UnitBackward
 if TYPE_CHECKING:
     from fsdp.engine.kept_shard import KeptShard
 
-# Where a module keeps its unit. On the module, so that both die together and are copied together.
+# The module attribute that contains the unit, so that both are deleted and copied together.
 _ATTRIBUTE = "_fsdp_unit"
 
-NO_MODULES: frozenset[nn.Module] = frozenset()  # one for all units: each empty set is an object of 216 bytes
+NO_MODULES: frozenset[nn.Module] = frozenset()  # shared by all units: each empty set is an object of 216 bytes
 
 _Request = TypeVar("_Request")
 
@@ -47,13 +47,13 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingState(Enum):
-    """A unit is in one of these states; the names are FairScale's."""
+    """The state of a unit; the names are FairScale's."""
 
     IDLE = auto()  # between its computations
-    FORWARD = auto()  # its module's forward is running
-    BACKWARD_PRE = auto()  # backward has reached its outputs; its parameters are unsharded
-    BACKWARD_POST = auto()  # its gradients are complete; the backward of others goes on
-    SUMMON_FULL_PARAMS = auto()  # its modules hold unsharded parameters as ordinary ones
+    FORWARD = auto()  # the forward of the module is running
+    BACKWARD_PRE = auto()  # backward has reached the outputs; parameters are unsharded
+    BACKWARD_POST = auto()  # gradients are complete; the backward of other units continues
+    SUMMON_FULL_PARAMS = auto()  # modules list unsharded parameters as ordinary parameters
 
 
 class UnitRuntime(Protocol):
@@ -98,11 +98,11 @@ class UnitRuntime(Protocol):
 
 @dataclass(eq=False)
 class Wanted:
-    """A parameter of a unit's module that another unit has taken, and does not share yet."""
+    """A parameter of a unit's module that another unit has taken and does not share yet."""
 
     handle: FlatParamHandle
-    owner: Unit  # it took the parameter
-    places: Places  # in the module of the one that wants it
+    owner: Unit  # the unit that took the parameter
+    places: Places  # in the module of the unit that wants the parameter
 
 
 @dataclass(eq=False)
@@ -110,19 +110,19 @@ class Share:
     """A handle whose parameter the modules of several units use."""
 
     handle: FlatParamHandle
-    members: list[Unit]  # those that use it, first the one that took it
-    holder: Unit  # the one that runs the handle now
+    members: list[Unit]  # the units that use the parameter; the first took it
+    holder: Unit  # the unit that runs the handle now
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"holder": self.members[0]}  # a copy may be of a part of the model only
+        return self.__dict__ | {"holder": self.members[0]}  # a copy may contain only a part of the model
 
 
 class ModuleGroup(nn.ModuleList):
-    """Modules that are one unit together, and have no module around them that is theirs alone."""
+    """Modules that form a single unit and have no common parent module that contains only them."""
 
 
 class _HandlesOfCopy:
-    """A copied unit has no `handles` of its own, but incomplete ones, until all of its modules are there."""
+    """Completes the handles of a copied unit lazily, once all modules of the unit have been copied."""
 
     def __get__(self, unit: Unit, _: type[Unit]) -> Any:
         unit.wake()
@@ -130,29 +130,29 @@ class _HandlesOfCopy:
 
 
 class Unit:
-    """The parameters of one wrapped module that no inner unit took, or of a group of modules.
+    """Runs the parameters of one wrapped module that no inner unit took, or of a group of modules.
 
     Args:
-        module: gets the hooks; of a `ModuleGroup`, each module in it.
-        placements: where its parameters, gradients and optimizer state are between uses.
+        module: the module that gets the hooks; for a `ModuleGroup`, each module in the group.
+        placements: where parameters, gradients and optimizer state are stored between uses.
         comm: the ranks that share the parameters.
-        replicas: the ranks that hold the same shards as this one, and sum gradients with it.
+        replicas: the ranks that hold the same shards as this rank, and sum gradients with this rank.
         axes: the ranks along the shard axis and the replica axis.
-        ranks: the numbers of all that its gradients are summed over, as far as torch knows them.
-        precision: the dtypes that it computes in.
-        device: where it computes.
-        ignored: modules and parameters inside that it leaves alone.
-        policy: the settings that users make, which may change later.
-        settings: options by their names, of which it needs no more than that all ranks have the same.
-        new_runtime: makes the runtime of a tree whose outermost unit is given.
+        ranks: the global ranks across which gradients are summed, as far as torch knows them.
+        precision: the dtypes of the computation.
+        device: the device of the computation.
+        ignored: inner modules and parameters that are ignored.
+        policy: the user's settings, which may change later.
+        settings: options by name, which must be the same on all ranks.
+        new_runtime: creates the runtime of a tree for the given outermost unit.
     """
 
-    # Hidden by the attribute of an instance. A `__getattr__` would make all attributes slow.
+    # Hidden by the instance attribute. A `__getattr__` would make all attributes slow.
     handles: list[FlatParamHandle] = cast(Any, _HandlesOfCopy())
     observers: Observers = NONE
-    unfinished_load: Callable[[], None] | None = None  # ends a load, also one that was given up
-    uncast: Collection[tuple[nn.Module, str]] = ()  # the places of parameters that a policy leaves in their own dtype
-    _range: record_function | None = None  # that a profiler shows of its present state
+    unfinished_load: Callable[[], None] | None = None  # ends a load, even if aborted
+    uncast: Collection[tuple[nn.Module, str]] = ()  # places of parameters that a policy does not cast
+    _range: record_function | None = None  # shown by profilers for the present state
 
     def __init__(
         self,
@@ -178,27 +178,27 @@ class Unit:
         ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
         kept = kept_modules(ours, precision)
         self._kept = frozenset({inner for group in kept.values() for inner in group}) or NO_MODULES
-        # Before our own hooks, which then run around those that keep a module's precision.
+        # Before our own hooks, which then run around the hooks that keep a module's precision.
         casting = kept if precision.is_mixed else {}
         self.hooks: list[Any] = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]
         self.precision = precision.without_casts() if module in self._kept else precision
-        self.requests: dict[type[Any], Any] = {}  # the operations on its state that are running; see `request`
+        self.requests: dict[type[Any], Any] = {}  # the running operations on the state; see `request`
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
-        self.handles = []  # those that it runs, one for each flat parameter
-        self.owned_handles: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
-        self.wanted: list[Wanted] = []  # parameters of its module that another unit took
-        self.shares: list[Share] = []  # parameters that it uses together with other units, or runs for them
+        self.handles = []  # run by this unit, one for each flat parameter
+        self.owned_handles: list[FlatParamHandle] = []  # of parameters taken by this unit, even if other units run them
+        self.wanted: list[Wanted] = []  # parameters of the module that another unit took
+        self.shares: list[Share] = []  # parameters used together with, or run for, other units
         self.policy = policy
         self.settings = settings
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None
-        self.is_spare = False  # it is unsharded only because nothing has resharded it, not at a user's request
+        self.is_spare = False  # unsharded only because not resharded yet, not at a user's request
         self.backward = UnitBackward()
         self._new_runtime = new_runtime
         for each in (module, *self.modules):
             each.__dict__[_ATTRIBUTE] = self
-        self.yet_to_run = NO_MODULES  # the modules of a group that this forward has not come to
+        self.yet_to_run = NO_MODULES  # modules of a group that this forward has not reached
 
     def transition_to(self, state: TrainingState) -> None:
         """Set the state. Profilers show forward and backward as ranges, and the debug log shows each transition."""
@@ -217,22 +217,22 @@ class Unit:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The modules that it runs around."""
+        """The modules that have the unit's hooks."""
         return tuple(self.module) if isinstance(self.module, ModuleGroup) else (self.module,)
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
-        """The communicators over which, one after the other, all ranks are reached that hold a part of it."""
+        """The communicators that together, used in this order, reach all ranks with a part of the unit."""
         return self.comm, self.replicas
 
     @property
     def borrowed_handles(self) -> list[FlatParamHandle]:
-        """The handles of parameters that it uses and another unit took."""
+        """The handles of parameters that this unit uses and another unit took."""
         return [one.handle for one in self.shares if self in one.members[1:]]
 
     @property
     def visible_handles(self) -> list[FlatParamHandle]:
-        """The handles that it runs, and those that others run and its modules use."""
+        """The handles that this unit runs, and handles run by other units whose parameters its modules use."""
         shared = [handle for one in self.shares for handle in one.holder.handles if handle is one.handle]
         return list(dict.fromkeys([*self.handles, *shared]))
 
@@ -245,17 +245,17 @@ class Unit:
             "requests": {},
             "unfinished_load": None,
             "_range": None,
-            # Handles that moved to a unit around it are back: that unit may not be copied.
+            # Handles that moved to an outer unit are restored: the outer unit may not be copied.
             "_incomplete_handles": list(self.owned_handles),
             "shares": [one for one in self.shares if self in one.members],
         }
         return {name: value for name, value in self.__dict__.items() if name != "handles"} | forgotten
 
     def wake(self) -> None:
-        """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
+        """Complete the handles of a copied or unpickled unit, if all modules of the unit are complete."""
         handles = self.__dict__.get("_incomplete_handles")
         if handles is None or any("places" not in handle.__dict__ for handle in handles):
-            return  # units that share a parameter are copied from within each other
+            return  # units that share a parameter are copied recursively
         places = [place for handle in handles for used in handle.places for place in used]
         if all("_parameters" in place.module.__dict__ for place in places):
             self.handles = self.__dict__.pop("_incomplete_handles")
@@ -264,41 +264,41 @@ class Unit:
                 handle.wake()
 
     def ensure_runtime(self) -> UnitRuntime:
-        """Return the runtime. A unit that has none and runs is the outermost: hooks of inner ones run later."""
+        """Return the runtime. A unit without one that runs is outermost, because inner units' hooks run later."""
         if self.runtime is None:
             self.runtime = self._new_runtime(self)
         return self.runtime
 
     def request(self, kind: type[_Request]) -> _Request | None:
-        """Return the request of a kind (see `state_requests`) under which its state is; None if there is none."""
+        """Return the running request of a kind (see `state_requests`) on this unit's state; None if there is none."""
         return self.requests.get(kind)
 
     def end_load(self) -> None:
-        """Shard the parameters that a load has left unsharded, because an exception ended it."""
+        """Shard the parameters that a load left unsharded because an exception ended the load."""
         if self.unfinished_load is not None:
             self.unfinished_load()
 
     def end_left_forward(self) -> None:
-        """Come to rest after an exception that no hook has seen, such as `KeyboardInterrupt`."""
+        """Recover after an exception that no hook reported, for example `KeyboardInterrupt`."""
         if self.runtime is not None:
             self.runtime.end_left_forward()
 
     def require_idle(self, what: str) -> None:
-        """Raise RuntimeError inside a forward or backward; end a load that was given up."""
+        """Raise RuntimeError during a forward or backward; end an aborted load."""
         self.end_load()
         if self.runtime is not None:
             self.runtime.ensure_idle(what)
 
     @property
     def holds_nothing(self) -> bool:
-        """Return whether all parameters of its modules are other units'."""
+        """Return whether all parameters of the modules belong to other units."""
         return not (self.visible_handles or self.owned_handles or self.wanted)
 
     def withdraw(self) -> None:
-        """Leave the module as it was found: it could not be wrapped, or another unit takes over.
+        """Restore the module, because it could not be wrapped or another unit takes over.
 
         Raises:
-            RuntimeError: in the middle of a forward or backward.
+            RuntimeError: during a forward or backward.
         """
         if self.runtime is not None:
             self.runtime.forget()
@@ -307,19 +307,19 @@ class Unit:
         for module in own_modules(self.module):
             for name in ("_apply", "requires_grad_", "named_parameters"):
                 found = module.__dict__.get(name)
-                if getattr(getattr(found, "__self__", found), "unit", None) is self:  # itself, or a method of it
+                if getattr(getattr(found, "__self__", found), "unit", None) is self:  # this, or a method of this
                     del module.__dict__[name]
         self.buffers.widen()
         for module in {self.module, *self.modules}:
             del module.__dict__[_ATTRIBUTE]
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
-        """Hook of the handle: a leaf has its gradient."""
+        """Hook of the handle: autograd has finished the gradient of a leaf."""
         for notify in self.observers.gradient if leaf.grad is not None else ():
             notify(handle, slot, leaf.grad)
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
-            self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
-        # For the first gradient of a backward. Where parameters are sharded, computing it has read none of them.
+            self.runtime.ensure_backward()  # the parameter may be used outside of its unit's forward
+        # Checked at the first gradient of a backward. If parameters are sharded, this gradient did not read them.
         is_first = handle.phase is Phase.UNSHARDED and not handle.gradients.has_arrived
         if is_first and handle.shard_state != handle.state_in_use:
             raise changed_before_backward(self)
@@ -327,14 +327,14 @@ class Unit:
             self.runtime.gradient_complete(self, handle)
 
     def take_assigned_gradients(self) -> None:
-        """Take gradients that a user's code has assigned to unsharded parameters, for which autograd calls no hook."""
+        """Take gradients that user code has assigned to unsharded parameters, for which autograd calls no hook."""
         for handle in self.handles:
             for slot, leaf in enumerate(handle.unsharded.leaves):
                 if leaf.grad is not None:
                     handle.take_gradient(slot, leaf)
 
     def add_handle(self, shard: Shard, reduce_comm: Communicator, kept_shard: KeptShard | None) -> None:
-        """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
+        """Run a flat parameter's shard. Gradients of replicated flat parameters are summed over all ranks."""
         precision = self.precision_at(shard.places[0])
         if shard.is_replicated:
             handle = FlatParamHandle(shard, LONE_RANK, LONE_RANK, self.comm, precision, self.policy, self.comm)
@@ -346,7 +346,7 @@ class Unit:
         self.owned_handles.append(handle)
 
     def attach(self, handle: FlatParamHandle) -> None:
-        """Give a handle the settings and the callback of the unit that runs it."""
+        """Set the handle's name, policy and callback to those of this unit."""
         handle.unit_name = self.name
         handle.policy, handle.on_gradient = self.policy, self.on_gradient
 
@@ -356,7 +356,7 @@ class Unit:
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
-        """Leave it to another unit to run this handle."""
+        """Stop running a handle, which another unit then runs."""
         handle.free()
         self.handles.remove(handle)
         self.backward.missing.discard(handle)
@@ -368,14 +368,14 @@ class Unit:
         return self.precision.in_own_dtype() if self.uncast and places[0][:2] in self.uncast else self.precision
 
     def places(self) -> Iterator[ParamInfo]:
-        """Yield the places where its original parameters are used."""
+        """Yield the places where the original parameters of this unit are used."""
         for handle in self.handles:
             for places in handle.places:
                 yield from places
 
     @property
     def mode(self) -> str:
-        """The mode of its module, as users set it."""
+        """The mode of the module, as the user set it."""
         return "train()" if self.modules[0].training else "eval()"
 
     @property
@@ -388,10 +388,10 @@ class Unit:
 
     @property
     def is_lent(self) -> bool:
-        """Return whether its modules compute with tensors that were given for one call alone."""
+        """Return whether the modules compute with tensors that were passed for a single call."""
         if not lenders:
             return False
-        # A unit without parameters takes part if a unit inside of it does.
+        # A unit without parameters takes part if any unit inside does.
         units = [self] if self.handles else units_of(self.module.modules())
         handle = None
         for unit in units:
@@ -402,13 +402,13 @@ class Unit:
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether any of its parameters are unsharded, or on their way."""
+        """Return whether any parameter is unsharded, or its all-gather is in flight."""
         phases = list(map(_phase_of, self.handles))
         return phases.count(Phase.SHARDED) < len(phases)
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether any of its parameters are not there to compute with, or of a shard that has changed since."""
+        """Return whether any parameter is not unsharded, or was unsharded from a shard that has changed since."""
         return any(handle.phase is not Phase.UNSHARDED or not handle.is_unsharded for handle in self.handles)
 
     @property
@@ -432,7 +432,7 @@ class Unit:
             notify(self)
 
     def settle(self) -> None:
-        """Block until its shards may be written."""
+        """Block until the shards may be written."""
         for handle in self.handles:
             handle.settle()
 
@@ -443,34 +443,34 @@ class Unit:
             handle.free(is_needed=is_needed)
 
     def release(self) -> None:
-        """Free all parameters but the shards."""
+        """Free all parameters except the shards."""
         for handle in self.handles:
             handle.release()
 
     def read_ahead(self) -> None:
-        """Begin to read shards from disk, which are unsharded after the next unit."""
+        """Begin to read the shards that are unsharded after the next unit from disk."""
         for handle in self.handles:
             handle.storage.read_ahead()
 
     def enter(self) -> None:
-        """Note that one of its modules is about to compute; it is resharded when all of a group have."""
+        """Record that a module is about to compute; a group is resharded after all of its modules have computed."""
         if isinstance(self.module, ModuleGroup) and not self.yet_to_run:
             self.yet_to_run = frozenset(self.module)
 
     @property
     def frees_after_forward(self) -> bool:
-        """Return whether it is resharded after a forward."""
+        """Return whether the unit is resharded after a forward."""
         is_root = self.runtime is not None and self.runtime.root is (self.policy.part_of or self)
         return self.policy.reshard_after_forward and not (is_root and self.policy.keeps_as_root)
 
     @property
     def references(self) -> int:
-        """Return how many tensors have the memory of its unsharded parameters."""
+        """Return how many tensors refer to the memory of the unsharded parameters."""
         return sum(map(_references_of, self.handles))
 
     @property
     def frees_after_backward(self) -> bool:
-        """Return whether it is resharded after a backward; while gradients accumulate, only if it is after forward."""
+        """Return whether a backward reshards the unit; while gradients accumulate, only if a forward does as well."""
         return self.policy.reshard_after_backward and (
             self.policy.sync is not GradientSync.NONE or self.frees_after_forward
         )
@@ -478,13 +478,13 @@ class Unit:
     def begin_backward(self) -> None:
         sync = self.policy.sync
         if sync is GradientSync.SHARDS and self.axes[1].world_size == 1:
-            sync = GradientSync.FULL  # there is nothing to hold them for
+            sync = GradientSync.FULL  # without replicas, there is no reason to hold them
         for handle in self.handles:
             handle.begin_backward(sync)
         self.backward.begin(self.trained_handles)  # which may have changed since the forward
 
     def expect_gradients(self) -> None:
-        """Expect gradients anew: a backward comes to it again, by a re-entrant checkpoint or an output found late."""
+        """Expect gradients again: backward reaches the unit again (re-entrant checkpoint, output found late)."""
         self.backward.missing = set(self.trained_handles)
 
     @property
@@ -492,7 +492,7 @@ class Unit:
         return list(filter(_requires_grad, self.handles))
 
     def set_divide_factors(self, pre: float, post: float) -> None:
-        """Divide by these from now on, accumulated gradients included.
+        """Use these divisors from now on, also for accumulated gradients.
 
         Raises:
             RuntimeError: if a communication hook is registered.
@@ -510,7 +510,7 @@ class Unit:
         """All-gather and reduce over other communicators with the same ranks.
 
         Args:
-            way: returns those to all-gather and to reduce over, for a handle whose parameters are sharded.
+            way: returns the communicators to all-gather and to reduce over, for a handle with sharded parameters.
         """
         for handle in self.handles:
             if handle.is_sharded:
@@ -518,11 +518,11 @@ class Unit:
 
     @property
     def was_written(self) -> bool:
-        """True if modules or users have written to its unsharded parameters values that the shards do not have."""
+        """True if modules or users have written values to unsharded parameters that the shards do not have."""
         return any(map(_was_written, self.handles))
 
     def forget_written(self) -> None:
-        """Ignore values that were written to its weights until now."""
+        """Ignore values that were written to the unsharded parameters until now."""
         for handle in self.handles:
             if handle.unsharded.written():
                 handle.forget_written()
@@ -535,17 +535,17 @@ _was_written = operator.attrgetter("was_written")
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that runs `module`, None if it is no unit's."""
+    """Return the unit that runs `module`; None if no unit does."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
 def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
-    """Return the units that run these modules, each once."""
+    """Return the units that run these modules, without duplicates."""
     return list(dict.fromkeys(filter(None, map(unit_of, modules))))
 
 
 def outermost_units(module: nn.Module) -> Iterator[Unit]:
-    """Yield the outermost units in a tree, each once."""
+    """Yield the outermost units of a tree, without duplicates."""
     seen: set[nn.Module] = set()
     ahead = [module]
     while ahead:
@@ -566,7 +566,7 @@ def unit_of_wrapper(module: nn.Module) -> Unit | None:
 
 
 def changed_before_backward(unit: Unit) -> RuntimeError:
-    """Return the error of a backward through a unit whose shards have changed since its forward."""
+    """Return the error for a backward through a unit whose shards have changed since the forward."""
     return RuntimeError(
         f"{unit.name}: its parameters were changed (by an optimizer step, a cast, fsdp.park, or summon_full_params() "
         "without volatile=True?) between forward and backward, so gradients would belong to neither the old nor the "
@@ -578,7 +578,7 @@ _references_of = operator.attrgetter("unsharded.references")
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:
-    """The modules of a tree, outer before inner, without those that run in units inside of it."""
+    """Return the modules of a tree, outer before inner, except modules that run in inner units."""
     found: dict[nn.Module, None] = {}
     ahead, own = [module], (None, unit_of(module))
     while ahead:
@@ -590,7 +590,7 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def units_in(root: Unit) -> list[tuple[str, Unit]]:
-    """The units of a tree with the plain names of their modules, outer before inner."""
+    """Return the units of a tree with the plain names of their modules, outer before inner."""
     found: dict[Unit, list[str]] = {}
     for name, module in root.module.named_modules():
         unit = unit_of(module)
