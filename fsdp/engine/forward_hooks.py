@@ -1,7 +1,7 @@
-"""The hooks around the forward of a unit's module, and its calls, which backward meets again.
+"""The hooks around the forward of a unit's module, and the calls of the module that backward reaches again.
 
-Hooks sit on the wrapped module itself, so calling it through the wrapper, directly, or from its own ``generate()``
-is the same.
+Hooks are registered on the wrapped module itself, so the module may be called through the wrapper, directly, or from
+its ``generate()``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import TrainingState, Unit
 
-# Where a module keeps its hooks.
+# The module attribute that contains the hooks.
 _ATTRIBUTE = "_fsdp_forward"
 
 
@@ -48,23 +48,23 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class ForwardHooks:
-    """Runs a unit's runtime around the forward of its module, and casts its inputs and outputs.
+    """Runs a unit's runtime around the forward of a module, and casts inputs and outputs.
 
     Args:
-        unit: whose module gets the hooks.
-        module: that module, or one of a group.
-        clear_autocast_cache: let go of autocast's copies of weights after each forward.
-        brings_inputs: bring the inputs of the outermost module to the device that it computes on.
+        unit: the unit that the module belongs to.
+        module: the unit's module, or a module of its group.
+        clear_autocast_cache: If True, clear autocast's cache of cast weights after each forward.
+        brings_inputs: If True, move inputs of the outermost module to the device of the computation.
     """
 
     def __init__(self, unit: Unit, module: nn.Module, *, clear_autocast_cache: bool, brings_inputs: bool) -> None:
         self._unit, self._module = unit, module
         self._clear_autocast_cache, self._brings_inputs = clear_autocast_cache, brings_inputs
-        self.depth = 0  # how many calls of the module are running; all but the first are parts of it
-        self._handled = 0  # the id of the exception that the caller of the first is handling
+        self.depth = 0  # the number of running calls of the module, nested in the first
+        self._handled = 0  # the id of the exception that the first call's caller is handling
 
     def register(self) -> None:
-        """Put the hooks on the module, for as long as the unit has it."""
+        """Register the hooks on the module until the unit removes them."""
         self._module.__dict__[_ATTRIBUTE] = self
         self._unit.hooks += [
             self,
@@ -73,17 +73,17 @@ class ForwardHooks:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks from the module's attributes."""
+        """Remove this object from the module's attributes."""
         del self._module.__dict__[_ATTRIBUTE]
 
     @uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The module is about to compute. Returns its arguments, cast and moved if that was asked for."""
+        """Hook before the module computes. Returns the arguments, cast and moved if requested."""
         inputs = args, kwargs
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
         elif self._unit.state is TrainingState.FORWARD and self.runs(elsewhere=True):
-            self.depth += 1  # the other call goes on when this one has raised
+            self.depth += 1  # the other call continues after this call has raised
             raise RuntimeError(
                 f"rank {own_rank()}: {self._unit.name} is called while another thread is in its forward. A sharded "
                 "model unshards its parameters for one thread at a time: call it from one thread, or with a lock "
@@ -93,7 +93,7 @@ class ForwardHooks:
             self.depth, self._handled = 1, id(sys.exc_info()[1])
             if copies_saved_tensors():
                 self._refuse_copies()
-            if not (lenders and self._unit.is_lent):  # else it has no part in this call
+            if not (lenders and self._unit.is_lent):  # else the unit takes no part in this call
                 with outside_transforms():
                     runtime = self._unit.runtime or self._unit.ensure_runtime()
                     runtime.before_forward(self._unit, inputs)
@@ -103,7 +103,7 @@ class ForwardHooks:
 
     @uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The module has computed, or raised. Returns its output, cast if that was asked for."""
+        """Hook after the module has computed or raised. Returns the output, cast if requested."""
         unit = self._unit
         self.depth -= 1
         if self.depth > 0 or unit.runtime is None or unit.state is TrainingState.SUMMON_FULL_PARAMS:
@@ -123,7 +123,7 @@ class ForwardHooks:
         return output
 
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a method of the module as its forward is run."""
+        """Run a method of the module in the same way as its forward."""
         depth = self.depth
         try:
             args, kwargs = self.before(self._module, args, kwargs)
@@ -134,23 +134,23 @@ class ForwardHooks:
         return self.after(self._module, args, output)
 
     def give_up(self, depth: int) -> None:
-        """An exception has ended the call before which so many were running; torch's hooks may not have seen it."""
+        """End the call that began at depth `depth` after an exception, which torch's hooks may not have seen."""
         if self.depth > depth:
             self.depth = depth
             if not depth and self._unit.runtime is not None:
                 self._unit.runtime.give_up_forward(self._unit)
 
     def _is_inside_its_call(self) -> bool:
-        """Return whether the module runs further down the stack, and was not left there by an unseen exception.
+        """Return whether the module runs further down the stack, and was not left by an unseen exception.
 
-        A backward may have a stack of its own, but a recomputed forward in it, while a forward runs, is inside of that.
+        A backward may have a separate stack; a recomputed forward in a backward during a forward counts as nested.
         """
-        return sum(1 for _ in islice(self._calls_on(sys._getframe(1)), 2)) == 2  # the first is the one that begins
+        return sum(1 for _ in islice(self._calls_on(sys._getframe(1)), 2)) == 2  # the first is the call that begins
 
     def runs(self, *, elsewhere: bool = False) -> bool:
-        """Return whether the module is in a call, on any thread, or (`elsewhere`) on another one than this.
+        """Return whether the module is in a call on any thread, or (`elsewhere`) on any other thread.
 
-        No hook sees the exceptions that are no `Exception`, such as `KeyboardInterrupt`, when they end a call.
+        Hooks do not see exceptions that are not an `Exception`, for example `KeyboardInterrupt`, when they end a call.
         """
         stacks = sys._current_frames()
         if elsewhere:
@@ -188,28 +188,28 @@ def _on_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _outlive_buffers(handles: Sequence[FlatParamHandle], tensor: Tensor) -> Tensor:
-    # A module may return a parameter, or a view of it, and the unit is resharded.
+    # A module may return a parameter, or a view of a parameter, which resharding frees.
     shows = tensor._is_view() or tensor.is_leaf
     for handle in handles:
-        # The result of an operation on a DTensor does not show whether it is a view of its local part.
+        # Results of DTensor operations do not show whether they are views of the local part.
         if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
             return tensor.clone()
     return tensor
 
 
 def _in_graph(tensor: Tensor) -> Tensor:
-    # A leaf that is passed through tells of no backward, in which other ranks come to the unit and gather it.
+    # A leaf that is passed through does not report a backward in which other ranks reach the unit and gather it.
     return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
 
 
 def forward_hooks_of(module: nn.Module) -> ForwardHooks:
-    """Return the hooks around the forward of a module that a unit runs around."""
+    """Return the forward hooks of a module that a unit has registered."""
     hooks: ForwardHooks = module.__dict__[_ATTRIBUTE]
     return hooks
 
 
 def is_called(unit: Unit) -> bool:
-    """Return whether a module of a unit is in a call, on any thread."""
+    """Return whether any module of a unit is in a call, on any thread."""
     return any(forward_hooks_of(module).runs() for module in unit.modules)
 
 
@@ -229,34 +229,34 @@ def _call_alive(method: weakref.WeakMethod[Callable[[Any], None]], gradient: Any
 
 
 class Call:
-    """A forward of a unit, which its backward refers to.
+    """A forward of a unit, to which the unit's backward refers.
 
-    The graph keeps the call alive: hooks of the outputs refer to it, and it refers to the nodes of the inputs, in the
-    direction of the graph. Hooks of the inputs refer to it weakly. With `register_multi_grad_hook` there would be a
-    cycle, which keeps the call and the graph of a forward without backward until a garbage collection. Ranks collect
-    garbage at different times, and backward waits for the calls that are alive.
+    The graph keeps the call alive: hooks of outputs refer to the call, and the call refers to nodes of inputs, in the
+    direction of the graph. Hooks of inputs refer to it weakly. `register_multi_grad_hook` would create a cycle that
+    keeps the call and the graph of a forward without backward until a garbage collection. Ranks collect garbage at
+    different times, and backward waits for all calls that are alive.
     """
 
     def __init__(self, unit: Unit, recomputed: bool) -> None:
         self.unit = unit
         self.number = 0  # see `UnitBackward`
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
-        self.shards: list[ShardState] = []  # the state of those that it computed with
-        self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
-        self.will_pass = False  # backward goes on through its inputs, and the runtime is told when it has passed them
-        self.references = 0  # of its graph to the memory of the unsharded parameters
-        self.checkpoints: list[weakref.ref[Any]] = []  # around units inside; they live until backward has passed them
-        self._unpack_id = 0  # tells a checkpoint in it from one around it, while it runs
-        self.ends_at: list[list[bool]] | None = None  # the parameters that it ends at, if the inputs were looked at
-        self._input_nodes: list[Any] = []  # whose gradients the runtime is told of
-        self._upstream: set[Any] = set()  # these, and those of the tensors that the inputs are views of
-        # The last backward that has come to the inputs, and how many of their gradients it has not computed yet.
+        self.shards: list[ShardState] = []  # the states of the shards used in the computation
+        self.is_transformed = False  # by `torch.func`, which always computes input gradients with create_graph
+        self.will_pass = False  # backward continues through the inputs and reports to the runtime after them
+        self.references = 0  # from its graph to the memory of the unsharded parameters
+        self.checkpoints: list[weakref.ref[Any]] = []  # around inner units; alive until backward has passed them
+        self._unpack_id = 0  # distinguishes inner from outer checkpoints during the call
+        self.ends_at: list[list[bool]] | None = None  # trained parameters, if inputs are watched
+        self._input_nodes: list[Any] = []  # whose gradients are reported to the runtime
+        self._upstream: set[Any] = set()  # these, and the nodes of the inputs' base tensors
+        # The last backward that has reached the inputs, and how many of their gradients are not computed yet.
         self._input_backward, self._missing_inputs = -1, 0
-        self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
-        self.backward: object = None  # the last one that has come to its outputs
+        self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run the call; None if only some ranks do
+        self.backward: object = None  # the last backward that has reached the outputs
 
     def begin(self, around: Call | None) -> None:
-        """The module computes from now on, in the forward of a call `around` it."""
+        """Begin the computation, in the forward of a call `around` this call."""
         self.references = -self.unit.references
         unpack = unpacks_saved_tensors()
         self._unpack_id = id(unpack)
@@ -264,11 +264,11 @@ class Call:
             around.checkpoints.append(weakref.ref(unpack))
 
     def watch_inputs(self, inputs: Any) -> None:
-        """Report to the runtime when backward has the gradients of the inputs, if it computes any."""
+        """Report to the runtime when backward has computed the gradients of the inputs, if there are any."""
         tensors = differentiable_tensors(inputs)
         self.ends_at = _trained(self.unit)
         self.will_pass = bool(tensors)
-        # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
+        # Hooks on leaves would never be removed. Without hooks the call never passes, and memory is freed at the end.
         if tensors and not any(tensor.is_leaf for tensor in tensors):
             self._input_nodes = [tensor.grad_fn for tensor in tensors]
             self._upstream = _nodes_of(tensors)
@@ -277,33 +277,33 @@ class Call:
 
     @property
     def may_outlast_gradients(self) -> bool:
-        """Return whether its backward may continue after all awaited gradients of the unit have arrived."""
+        """Return whether the backward may continue after all awaited gradients of the unit have arrived."""
         # A parameter that was frozen after this forward is still in its graph.
         return self.will_pass or (self.unit.has_frozen_handle and self.ends_at != _trained(self.unit))
 
     def watch_outputs(self, outputs: Any) -> bool:
-        """Report to the runtime when backward reaches the outputs; return False if it never will."""
+        """Report to the runtime when backward reaches the outputs; return False if backward never will."""
         self.is_transformed = in_transform()
-        # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
+        # A leaf among the outputs was passed through; no operation of the unit is between the leaf and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.shards = [handle.state_in_use for handle in self.unit.handles]
         if self.recomputed and self.unit.backward.has_counted:
-            self.references = 0  # its graph was not there when the references of all calls were counted
+            self.references = 0  # its graph did not exist when references of all calls were counted
         else:
             self.references += self.unit.references
         if self._upstream and not self._upstream.isdisjoint(_nodes_of(tensors)):
             # An output is an input or a view of it, so hooks of the outputs would make the cycle of the class.
             self._input_nodes, self._upstream = [], set()
         for tensor in tensors:
-            # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
-            # both reach the outer unit first, its hook goes before the inner one's. (Autograd calls them as they lie.)
+            # Another rank may compute with an inner unit's output that this rank returns unchanged. So that both ranks
+            # reach the outer unit first, its hook is placed before the inner unit's (autograd calls hooks in order).
             hooks: Any = tensor._backward_hooks or {}
             earlier = dict(hooks)
             hooks.clear()
             tensor.register_hook(self._output_has_gradient)
             hooks.update(earlier)
-            # An in-place operation on a view gives it another place in the graph, and takes its hooks out of that; what
-            # it is a view of stays in front of the unit.
+            # An in-place operation on a view moves the view in the graph and drops the hooks of its former node. The
+            # node of the base tensor still precedes the unit in backward.
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 base.grad_fn.register_prehook(self._output_has_gradient)

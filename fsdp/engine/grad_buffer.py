@@ -1,4 +1,4 @@
-"""`GradientBuffer` collects the gradients of a handle's parameters in a flat tensor, which a reduction takes away."""
+"""`GradientBuffer` collects the gradients of a handle's parameters in a flat tensor for the next reduction."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from torch import Tensor
 from fsdp.distributed.communicator import Communicator
 from fsdp.engine.layout import NO_SLOTS, Layout
 
-_SMALL_NUMEL = 1 << 18  # of more elements than this, a copy takes longer than its call
+_SMALL_NUMEL = 1 << 18  # copies of more elements take longer than their call
 
 
 class GradientSync(Enum):
     """The stages of a reduction that a backward runs."""
 
-    NONE = auto()  # they accumulate unsharded on each rank
-    SHARDS = auto()  # they are reduce-scattered, and accumulate so, not summed over replicas of the shard
-    FULL = auto()  # they are reduced, what has accumulated included
+    NONE = auto()  # unsharded gradients accumulate on each rank
+    SHARDS = auto()  # gradients are reduce-scattered and accumulate as shards, not summed over replicas
+    FULL = auto()  # gradients are reduced, including accumulated gradients
 
 
 class Taken(NamedTuple):
-    """A flat gradient on its way to the reduction."""
+    """A flat gradient that was taken for a reduction."""
 
     flat: Tensor  # ``[padded_numel]``
-    divisor: float  # it is to be divided by this yet
-    places: list[list[Tensor]]  # the views of it that hold the parameters; none if it is a copy
+    divisor: float  # still to be divided by this
+    places: list[list[Tensor]]  # the views for the parameters; empty if `flat` is a copy
 
 
 class GradientBuffer:
-    """Gathers the gradients of a layout's parameters in one flat tensor of the gathered buffer's arrangement.
+    """Gathers the gradients of a layout's parameters in a flat tensor, arranged like the gathered buffer.
 
     The buffer outlives a backward under `no_sync`, so two facts are recorded for each parameter: whether its place
-    holds a value (`_filled`, until the buffer is taken), and whether its gradient has arrived in this backward
+    contains a value (`_filled`, until the buffer is taken), and whether the gradient has arrived in this backward
     (`_arrived`).
 
-    Frozen parameters have no room in the buffer and are not sent, if the layout supports that. All ranks freeze the
-    same parameters, and choose the layout when nothing is accumulated on any rank. Parameters that no rank used in a
-    backward are left out of its reduction, after the ranks have exchanged which ones these are.
+    The buffer has no elements for frozen parameters, which are not sent, if the layout supports this. All ranks freeze
+    the same parameters, and choose the layout when no gradient is accumulated on any rank. A reduction leaves out
+    parameters that no rank used in its backward, after the ranks have exchanged which parameters these are.
 
     Args:
-        layout: where each gradient belongs in the shard's.
-        dtype: in which the gradient is sent.
-        sum_dtype: at least in this one the gradients of several backwards are added up.
-        device: where it is.
+        layout: where each gradient is placed in the shards.
+        dtype: the dtype in which the gradient is sent.
+        sum_dtype: the minimum dtype in which gradients of multiple backwards are summed.
+        device: the device of the buffer.
         expected: for each parameter, whether it gets a gradient at all.
-        comm: the ranks that it is reduced over first.
+        comm: the ranks of the first reduction.
 
     Attributes:
-        missing: the number of the parameters whose gradients have not arrived in this backward.
+        missing: the number of parameters whose gradients have not arrived in this backward.
     """
 
     def __init__(
@@ -70,28 +70,28 @@ class GradientBuffer:
         self.dtype = dtype
         self._sum_dtype = torch.promote_types(dtype, sum_dtype)
         self._device = device
-        self.sync = GradientSync.FULL  # of the backward that runs
-        self.is_reduced = True  # by the backward that runs
-        self.was_scattered = False  # the backward before has left nothing on any rank that is not reduce-scattered
+        self.sync = GradientSync.FULL  # of the running backward
+        self.is_reduced = True  # by the running backward
+        self.was_scattered = False  # the previous backward has reduce-scattered all gradients on all ranks
         self._flat: Tensor | None = None
-        self._divisor = 1.0  # it is divided by this when it is taken
-        self._spare: Taken | None = None  # one that has come back, without its memory
-        self._scattered: Sequence[Tensor] = ()  # sums of earlier backwards that replicas are to be added to, flat
-        self._owes = False  # other ranks have gradients: this one contributes zeros if it has none
+        self._divisor = 1.0  # applied when the buffer is taken
+        self._spare: Taken | None = None  # returned by `reuse`, without memory
+        self._scattered: Sequence[Tensor] = ()  # flat sums of earlier backwards, still without replicas
+        self._owes = False  # other ranks have gradients: contribute zeros if this rank has none
         self._filled = bytearray(len(layout.slots))
         self._has_scattered = bytearray(len(layout.slots))
         self._arrived = bytearray(len(layout.slots))
         self._fills_unused = False
-        self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
+        self.used = bytearray(len(layout.slots))  # gradients were taken since the last backward began
         self.times_taken = 0  # since then
         self.has_arrived = False  # any gradient, since then
-        self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd said that a gradient would come
+        self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd has announced a gradient
         self._places: list[list[Tensor]] = []
         self.expect(expected)
 
     @property
     def is_empty(self) -> bool:
-        """True if it has nothing to reduce."""
+        """True if there is no gradient to reduce."""
         return self._flat is None and not self._owes
 
     @property
@@ -100,7 +100,7 @@ class GradientBuffer:
         return sum(each.nbytes for each in (self._flat, *self._scattered) if each is not None)
 
     def begin_backward(self, expected: Sequence[bool], sync: GradientSync, fills_unused: bool) -> None:
-        """Expect gradients; they go as far as `sync` says, with zeros for parameters that no rank used if asked for."""
+        """Expect gradients, reduced as far as `sync`, optionally with zeros for parameters that no rank used."""
         if expected != self._expects:
             self.expect(expected)
         self._leave_out(self._frozen if self.sync is GradientSync.FULL else self._left_out & self._frozen)
@@ -118,13 +118,13 @@ class GradientBuffer:
         self.missing = self._expected
 
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
-        """Put ``grad / divisor`` at its place, or add it to the value there; unless it was frozen since its forward."""
+        """Add ``grad / divisor`` to the value at a parameter's place, or set it; skip parameters frozen since."""
         if not self._expects[slot]:
             return
         if self._flat is None:
             flat = self._allocate()
-            # Where that is the same, small ones are divided at once, when they are taken; large ones would be read and
-            # written once more. A narrowed sum could overflow.
+            # If exact, small gradients are divided when taken; large gradients would be read and written once more.
+            # A narrowed sum could overflow.
             own, is_exact = flat.dtype, math.frexp(divisor)[0] == 0.5 and flat.numel() <= _SMALL_NUMEL
             self._divisor = divisor if is_exact and torch.promote_types(grad.dtype, own) is own else 1.0
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
@@ -147,7 +147,7 @@ class GradientBuffer:
         return self._flat
 
     def reuse(self, taken: Taken) -> None:
-        """Free the memory of a flat gradient that was copied, and use the tensor again, since views take their time."""
+        """Free the memory of a copied flat gradient and reuse the tensor, because creating views is slow."""
         storage = taken.flat.untyped_storage()
         if taken.places and storage.resizable():
             storage.resize_(0)
@@ -160,21 +160,21 @@ class GradientBuffer:
 
     @property
     def filled(self) -> bytes:
-        """A flag for each parameter: something is accumulated for it, here or on other ranks."""
+        """A flag for each parameter: a gradient is accumulated on this rank or on other ranks."""
         if self._owes:
             return b"\1" * len(self._filled)
         return bytes(map(max, self._filled, self._has_scattered))
 
     @property
     def arrived(self) -> list[bool]:
-        """A flag for each parameter: something is accumulated for it here, or was taken since backward began."""
+        """A flag for each parameter: a gradient is accumulated on this rank, or was taken since backward began."""
         has = zip(self.used, self._filled, self._has_scattered, strict=True)
         zeros = self._expects if self._fills_unused else [False] * len(self._expects)
         return [any(one) or is_zero for one, is_zero in zip(has, zeros, strict=True)]
 
     @property
     def missed(self) -> list[int]:
-        """The numbers of the parameters that were `awaited`, while a function of a user's returned None for them."""
+        """The numbers of `awaited` parameters for which a user's function returned None."""
         return [slot for slot, is_awaited in enumerate(self.awaited) if is_awaited and not self.used[slot]]
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -192,7 +192,7 @@ class GradientBuffer:
         self._leave_out(self._left_out & self._frozen)
 
     def _leave_out(self, slots: frozenset[int]) -> None:
-        """Leave these parameters out of the buffer; gradients that are accumulated for the rest stay."""
+        """Leave these parameters out of the buffer; accumulated gradients of all other parameters stay."""
         if slots == self._left_out:
             return
         self._left_out, self.layout, self._spare = slots, self._whole.leaving_out(slots), None
@@ -200,21 +200,21 @@ class GradientBuffer:
             before = self._places
             self._allocate()
             for new, old in zip(self._places, before, strict=True):
-                for place, value in zip(new, old):  # noqa: B905 (one of them may have no room)
+                for place, value in zip(new, old):  # noqa: B905 (one may be empty)
                     place.copy_(value)
 
     def fits(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether it was made for these."""
+        """Return whether the buffer was created with these arguments."""
         return (self.dtype, self._sum_dtype, self._device) == (dtype, torch.promote_types(dtype, sum_dtype), device)
 
     def rescale(self, factor: float) -> None:
-        """Multiply accumulated gradients."""
+        """Multiply accumulated gradients by a factor."""
         self._divisor /= factor
         for part in self._scattered:
             part.mul_(factor)
 
     def take(self) -> Taken:
-        """Return the flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
+        """Return the flat gradient in `dtype`, with zeros for missing gradients; the buffer is empty afterwards."""
         if self._flat is None and self._owes:
             self._allocate()
         flat, every, filled = self._flat, self._places, self._filled
@@ -239,13 +239,13 @@ class GradientBuffer:
         self.times_taken += 1
 
     def hold(self, parts: Sequence[Tensor]) -> bool:
-        """Add sums of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
+        """Add sums of earlier backwards to a sum over the shard's ranks; return True if the result is held in turn.
 
         Args:
-            parts: this rank's shard of the sum by parameters, or several shards one after the other.
+            parts: this rank's shard of the sum, divided by parameters; multiple shards are concatenated.
         """
-        for part, held in zip(parts, self._scattered):  # noqa: B905 (none, where nothing is held)
-            if held.numel():  # none, of parameters that were thawed since
+        for part, held in zip(parts, self._scattered):  # noqa: B905 (`_scattered` may be empty)
+            if held.numel():  # empty for parameters that were thawed since
                 part.add_(held)
         self.used = bytearray(map(max, self.used, self._has_scattered))
         is_held = self.sync is GradientSync.SHARDS
@@ -254,12 +254,12 @@ class GradientBuffer:
         return is_held
 
     def note_held(self, used: Sequence[int]) -> None:
-        """Record which parameters any rank has used: this rank holds its shards of their sums, if it holds any."""
+        """Record which parameters any rank has used, if this rank holds shards of their sums."""
         if self._scattered:
             self._has_scattered = bytearray(map(bool, used))
 
     def of_shard(self, reduced: Tensor, rank: int) -> Tensor:
-        """Return the gradient of the rank's shard ``[shard_numel]``, with zeros for parameters without room here."""
+        """Return the gradient of the rank's shard ``[shard_numel]``, with zeros for parameters that are left out."""
         if self.layout is self._whole:
             return reduced
         shard = reduced.new_zeros(self._whole.shard_numel)
@@ -270,7 +270,7 @@ class GradientBuffer:
         return shard
 
     def drop(self) -> None:
-        """Forget accumulated gradients."""
+        """Discard accumulated gradients."""
         if not self.is_empty:
             self._empty()
         if self._scattered:
@@ -287,7 +287,7 @@ def divided(sums: Tensor, divisor: float) -> Tensor:
 
 
 def refuse_gradient(name: str, gradient: Tensor) -> NoReturn:
-    """Raise RuntimeError for a gradient that has a graph or is sparse: a flat gradient cannot contain it."""
+    """Raise RuntimeError for a gradient with a graph or a sparse layout, which a flat gradient cannot contain."""
     if gradient.requires_grad:
         raise RuntimeError(
             f"{name}: its gradient has a graph, of backward(create_graph=True), and ranks sum gradients without "
@@ -301,12 +301,12 @@ def refuse_gradient(name: str, gradient: Tensor) -> NoReturn:
 
 
 def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> None:
-    """Write ``grad / divisor`` to a place, or add it to the value there."""
+    """Write ``grad / divisor`` to a place, or add it to the value at this place."""
     if is_filled:
         place.add_(grad, alpha=1.0 / divisor)
     elif divisor == 1.0:
         place.copy_(grad)
     elif torch.promote_types(grad.dtype, place.dtype) is grad.dtype:
-        torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
+        torch.div(grad, divisor, out=place)  # in the wider dtype: narrowing first might overflow
     else:
-        place.copy_(grad).div_(divisor)  # dividing first would lose digits that only the wider dtype can hold
+        place.copy_(grad).div_(divisor)  # dividing first would lose digits of the wider dtype

@@ -1,9 +1,9 @@
-"""Gradients on their way from flat buffers to shards: bounded in flight, small ones together.
+"""The reduction of gradients from flat buffers to shards: limited in number in flight, small gradients together.
 
 A reduction has a stage for each axis of the unit's mesh, see `fsdp.engine.placements`: a reduce-scatter along the shard
-axis, and then an all-reduce along the replica axis, or another reduce-scatter. Whenever a new reduction starts, each
-older one is awaited where it is and starts its next stage; so what travels within a machine, what travels across, and
-backward overlap.
+axis, and then an all-reduce along the replica axis, or another reduce-scatter. When a new reduction starts, the stage
+in flight of each older reduction is awaited and the next stage starts. Transfers within a machine, transfers across
+machines, and backward therefore overlap.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from fsdp.distributed.communicator import labelled, own_rank, reduced_scattered,
 from fsdp.engine.grad_buffer import divided
 from fsdp.engine.handle import FlatParamHandle
 
-# A collective above this is limited by bandwidth, not by latency: it gains nothing from company.
+# Collectives above this size are limited by bandwidth, so batching does not make them faster.
 SMALL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
-# Each step first waits for what the last one has started.
+# Each step first waits for the collectives that the previous step has started.
 Stages = Generator[None, None, None]
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Handles whose gradients are reduced at one time.
+    """Handles whose gradients are reduced at the same time.
 
-    By one collective, or, with a hook, by one call of it for each, in an order that is the same on all ranks.
+    Uses a single collective, or a communication hook for each handle, in the same order on all ranks.
     """
 
-    handles: set[FlatParamHandle] = field(default_factory=set)  # one may be submitted again while it waits
-    brings_nothing: bool = False  # no rank has a gradient that is new since the last backward
-    is_abandoned: bool = False  # its results are not wanted any more
-    steps: int = 0  # of `reduce` that have been taken
+    handles: set[FlatParamHandle] = field(default_factory=set)  # a handle may be submitted again while the bucket waits
+    brings_nothing: bool = False  # no rank has a new gradient since the last backward
+    is_abandoned: bool = False  # results are no longer required
+    steps: int = 0  # steps of `reduce` that have run
 
     def reduce(self) -> Stages:
-        """Sum the gradients over the ranks; the last step gives each shard its own."""
-        handles = sorted(self.handles, key=lambda handle: handle.tags)  # alike on all ranks, however they arrived
+        """Sum the gradients over the ranks; the last step adds the results to the shards' gradients."""
+        handles = sorted(self.handles, key=lambda handle: handle.tags)  # the same on all ranks, in any order of arrival
         first, *_, last = [handles[0], *handles]
         divisors = [handle.policy.postdivide for handle in handles]
         name = first.unit_name if last is first else f"{first.name} to {last.name}"
@@ -58,9 +58,9 @@ class Bucket:
             each = [_reduce_together(handles, name)]
         if first.reduce_comm.world_size > 1 or first.replica_axis.world_size == 1:
             yield
-        # Unsharded gradients that were sent are let go.
+        # Unsharded gradients that were sent are released.
         shards = [labelled("reduce_scatter_wait", name, each.pop(0).wait) for _ in list(each)]
-        if first.replica_axis.world_size > 1:  # and there is no hook, so that there is one
+        if first.replica_axis.world_size > 1:  # and there is no hook, so there is only one shard
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
             tag = tuple(handle.tags.replica for handle in handles)
             scattered = shards.pop()
@@ -91,10 +91,10 @@ def _note(handles: Sequence[FlatParamHandle], event: str) -> None:
 
 
 def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
-    """Add earlier sums that the handles hold to these, one after the other; True if these are held as well."""
+    """Add earlier sums that the handles hold to `scattered`; return True if the results are held as well."""
     sizes = [handle.gradients.layout.shard_numel for handle in handles]
     parts: list[list[Tensor]] = [[] for _ in handles]
-    # The shards of this rank and of those that it divides them with along the replica axis, if they do.
+    # Shards of this rank, and of ranks that divide them with this rank along the replica axis, if any.
     first = handles[0].comm.rank - handles[0].comm.rank % (scattered.numel() // sum(sizes))
     for rank, row in enumerate(scattered.view(-1, sum(sizes)), first):
         for one, own, shard in zip(handles, parts, row.split(sizes), strict=True):
@@ -103,7 +103,7 @@ def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
 
 
 def _scattered_before(handles: Sequence[FlatParamHandle]) -> Pending:
-    """Return the sum over the ranks of shards of gradients that are held already: nothing is to be added to these."""
+    """Return zeros as the sum over the shard's ranks: all gradients are reduce-scattered and held already."""
     first = handles[0]
     numel = sum(handle.gradients.layout.padded_numel for handle in handles) // first.reduce_comm.world_size
     for handle in handles:
@@ -113,7 +113,7 @@ def _scattered_before(handles: Sequence[FlatParamHandle]) -> Pending:
 
 
 def _shown(what: str, name: str, stages: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
-    """Run stages one by one, each of which a profiler shows under the label."""
+    """Run stages in order; profilers show each stage under the label."""
     while True:
         try:
             labelled(what, name, next, stages)
@@ -124,28 +124,28 @@ def _shown(what: str, name: str, stages: Generator[None, None, Tensor]) -> Gener
 
 def _reduce_together(handles: Sequence[FlatParamHandle], name: str) -> Pending:
     first = handles[0]
-    # Rank r receives row r: the r-th shard of every gradient, one after the other.
+    # Rank r receives row r: the r-th shards of all gradients, concatenated.
     taken = [handle.gradients.take() for handle in handles]
-    divisor = taken[0].divisor  # which nearly always is that of all
+    divisor = taken[0].divisor  # nearly always the same for all
     flats = [divided(one.flat, one.divisor / divisor).view(first.comm.world_size, -1) for one in taken]
     together, dtype = divided(torch.cat(flats, dim=1).view(-1), divisor), first.reduced_dtype
     for handle, one in zip(handles, taken, strict=True):
         handle.gradients.reuse(one)
     what = f"reduce-scatter of {name}"
-    # Of all of them, because ranks that reduce others together must not add those to these.
+    # Tags of all handles, because ranks that reduce other handles together must not add these gradients to theirs.
     tag = tuple(handle.tags.reduce for handle in handles)
     reduce_scatter = first.reduce_comm.reduce_scatter
     return labelled("reduce_scatter", name, reduce_scatter, together, what, tag, dtype)
 
 
 class Reductions:
-    """The reductions of each backward, started as gradients complete and finished as late as memory allows.
+    """The reductions of a backward, started as gradients complete and finished as late as memory allows.
 
-    Which small gradients go together is settled when a backward begins: ranks may complete them in different orders,
-    and must send the same bucket all the same. All ranks submit the same, see `Usage`.
+    Buckets of small gradients are determined when a backward begins: ranks may complete gradients in different orders,
+    but must send the same buckets. All ranks submit the same handles, see `Usage`.
 
     Args:
-        bucket_bytes: small gradients go together up to this much; 0 sends each by itself.
+        bucket_bytes: maximum size of a bucket of small gradients; 0 sends each gradient separately.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -158,12 +158,12 @@ class Reductions:
         self._brings_nothing = False
 
     def begin(self, handles: Iterable[FlatParamHandle], in_flight: int, *, brings_nothing: bool) -> None:
-        """A backward starts, which may bring gradients of these handles, in about this order.
+        """Begin a backward that may bring gradients of these handles, in about this order.
 
         Args:
-            handles: those to reduce.
-            in_flight: so many reductions may go on while another one is started.
-            brings_nothing: on all ranks, it only reduces gradients of earlier backwards.
+            handles: the handles to reduce.
+            in_flight: the maximum number of reductions in flight while another reduction is started.
+            brings_nothing: If True, this backward only reduces gradients of earlier backwards, on all ranks.
         """
         self._brings_nothing, self._keeps = brings_nothing, False
         self._most_in_flight = in_flight
@@ -186,9 +186,9 @@ class Reductions:
         """Sum the accumulated gradient of the handle over the ranks, now or together with other gradients.
 
         Args:
-            handle: whose gradient.
-            keep: don't wait for others, however many, from here on to the end of the backward: other ranks may be about
-                to do something in which they need this one, before they send theirs.
+            handle: the handle to reduce.
+            keep: If True, do not wait for earlier reductions until backward ends, regardless of their number: other
+                ranks may be about to run an operation that requires this rank before they send their gradients.
         """
         self._keeps = self._keeps or keep
         companions = self._companions.get(handle)
@@ -202,36 +202,36 @@ class Reductions:
             self._start(self._waiting.pop(first))
 
     def drain(self) -> None:
-        """Wait for all: in each turn first for those whose next stage other ranks may await already."""
+        """Wait for all reductions; reductions whose next stage other ranks may already await are advanced first."""
         while self._in_flight:
             for reduction in sorted(self._in_flight, key=lambda one: one[0].steps):
                 self._advance(reduction)
 
     def release(self) -> None:
-        """Let go of unsharded gradients but the last, while ranks run different modules.
+        """Release unsharded gradients except the last, while ranks run different modules.
 
-        A stage after the first begins on each rank when it has awaited the first: only `drain` waits for such a stage.
+        Each rank starts a later stage after it has awaited the first stage, so only `drain` waits for later stages.
         """
         for reduction in self._in_flight[:-1]:
             if reduction[0].steps == 1:
                 self._advance(reduction)
 
     def finish(self) -> None:
-        """Send the gradients that still wait, and wait until every shard has its gradient."""
+        """Send the remaining gradients, and wait until every shard has its gradient."""
         for first in sorted(self._waiting):
             self._start(self._waiting.pop(first))
         self.drain()
 
     def abandon(self) -> None:
-        """After a failed backward: let reductions in flight end, and forget their results, and those that wait."""
+        """After a failed backward: wait for reductions in flight, and discard their results and waiting buckets."""
         self._waiting.clear()
         for bucket, _ in self._in_flight:
             bucket.is_abandoned = True  # gradients may have been zeroed since
         self.drain()
 
     def _start(self, bucket: Bucket) -> None:
-        # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
-        # can hold a unit's unsharded gradient, and is to send across replicas meanwhile: it goes first.
+        # The new reduction starts before older reductions are awaited, so that the network is not idle. Of the older,
+        # only the youngest can hold a unit's unsharded gradient, and its replica stage runs meanwhile: it is first.
         count = 0 if self._keeps else max(0, len(self._in_flight) + 1 - self._most_in_flight)
         older, started = self._in_flight[:count][::-1], (bucket, bucket.reduce())
         self._in_flight.append(started)

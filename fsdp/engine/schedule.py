@@ -1,7 +1,7 @@
-"""The schedule of all-gathers: the recorded order of units predicts the next ones, which are unsharded in advance.
+"""The schedule of all-gathers: the recorded order of units predicts the next units, which are unsharded in advance.
 
-Small units are gathered together, because one message costs less than many: each rank sends its shards one after the
-other, and the shards that it receives are copied to the buffers of their handles.
+Small units are gathered together, because a single message costs less than many: each rank sends its shards
+concatenated, and copies the received shards to the buffers of their handles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Expected(NamedTuple):
     """The buckets that are expected when an item runs.
 
     Attributes:
-        own: the bucket that begins with the item, which may be on its way.
+        own: the bucket that begins with the item; its all-gather may be in flight.
         due: the bucket to gather next.
         later: the bucket that will be due next.
     """
@@ -43,7 +43,7 @@ NOTHING = Expected()
 
 
 class _Record(Generic[T]):
-    """The items of the last pass and of the pass that runs, and whether the two are the same until now."""
+    """The items of the last pass and of the running pass, and whether both are the same so far."""
 
     def __init__(self) -> None:
         self.last: list[T] = []
@@ -52,7 +52,7 @@ class _Record(Generic[T]):
 
     @property
     def at_end(self) -> bool:
-        """True if the pass that runs has been like the last one, and is as long."""
+        """True if the running pass is the same as the last pass, and has the same length."""
         return self.on_course and len(self.current) == len(self.last)
 
     @property
@@ -62,7 +62,7 @@ class _Record(Generic[T]):
         return self.last[place] if self.on_course and place < len(self.last) else None
 
     def begin(self) -> bool:
-        """Start a new pass; return whether the previous pass, if it was recorded, was the same as the one before."""
+        """Start a new pass; return whether the previous pass, if recorded, was the same as the pass before."""
         is_same = self.at_end or not self.current
         if not is_same:
             self.last = self.current
@@ -82,25 +82,25 @@ class ExecutionOrder(Generic[T]):
     At the first difference, prediction stops until the end of the pass, and the next pass is predicted from the actual
     order. An order that occurred twice in succession is *settled*.
 
-    Predicted are the items that have to be gathered, which all ranks gather in the same order. (An item that is here
-    already may run again on some ranks only.) Neighbours are in one *bucket*, as long as it has up to `limit` bytes.
-    When the first item of a bucket runs, the next bucket is due, and arrives while this one runs. If items that are
-    here already run before it, it is not due until the last of these runs, so that it takes no memory meanwhile.
+    Predictions contain the items to gather, which all ranks gather in the same order. (An unsharded item may run again
+    on some ranks only.) Consecutive items of up to `limit` bytes in total form a *bucket*. When the first item of a
+    bucket runs, the next bucket is due and arrives during this bucket. If unsharded items run before the next bucket,
+    it is due only when the last of these items runs, so that no memory is used earlier.
 
     Args:
-        nbytes: returns the bytes of an item; by default, each is in a bucket of its own.
-        limit: of a bucket of several items.
+        nbytes: returns the bytes of an item; by default, each item is in a separate bucket.
+        limit: the maximum size of a bucket with multiple items.
     """
 
     def __init__(self, nbytes: Callable[[T], float] = _alone, limit: int = 0) -> None:
         self._nbytes, self._limit = nbytes, limit
         self._runs, self._gathers = _Record[T](), _Record[T]()
-        # For each item of the last pass that was gathered, and of the pass that runs: how many items that were here
-        # already ran directly before it.
+        # For each gathered item of the last pass, and of the running pass: how many unsharded items ran directly before
+        # the item.
         self._last_gaps, self._gaps = list[int](), list[int]()
-        self._gap = 0  # since the last item that was gathered
-        self._expected = dict[tuple[int, int], Expected]()  # by the place in `_gathers`, or -1 before all, and the gap
-        self._has_gathered = False  # in the pass that runs
+        self._gap = 0  # since the last gathered item
+        self._expected = dict[tuple[int, int], Expected]()  # by place in `_gathers` (-1: before all) and gap
+        self._has_gathered = False  # in the running pass
         self.is_settled = False
 
     def begin(self) -> None:
@@ -116,14 +116,14 @@ class ExecutionOrder(Generic[T]):
         self._gaps, self._gap, self._has_gathered = [], 0, False
 
     def enter(self, item: T, is_gathered: bool = True) -> Expected:
-        """`item` runs now. Returns the expected buckets; none if the order is not known.
+        """Record that `item` runs, and return the expected buckets; empty if the order is not known.
 
         Args:
-            item: what runs.
-            is_gathered: it has to be gathered for that, or is on its way.
+            item: the running item.
+            is_gathered: True if the item must be gathered now, or its all-gather is in flight.
         """
         self._runs.enter(item)
-        # A pass may begin with items that are here from the pass before.
+        # A pass may begin with items that are still unsharded from the previous pass.
         if is_gathered or (not self._has_gathered and self._gathers.next is item):
             self._has_gathered |= is_gathered
             self._gathers.enter(item)
@@ -135,22 +135,22 @@ class ExecutionOrder(Generic[T]):
         return self._expected.get((place, self._gap), NOTHING) if self._gathers.on_course else NOTHING
 
     def at_expected_end(self) -> bool:
-        """Return whether the item entered last ended the last two passes as well."""
+        """Return whether the last entered item was also the last item of the last two passes."""
         return self.is_settled and self._runs.at_end
 
     def _predicted(self, order: Sequence[T], gaps: Sequence[int]) -> dict[tuple[int, int], Expected]:
-        """Return the expected buckets at each place of a pass in this order, and at -1 those before it, by the gap."""
-        buckets, begins = list[list[T]](), list[int]()  # and the places where they begin
-        due = list[tuple[int, int]]()  # and where they are due
-        filled, seen = 0.0, dict[int, int]()  # the bytes of the last bucket; and where each item was seen last
+        """Return the expected buckets by place in this order (-1: before the first item) and gap."""
+        buckets, begins = list[list[T]](), list[int]()  # and the places of their first items
+        due = list[tuple[int, int]]()  # the places and gaps where buckets are due
+        filled, seen = 0.0, dict[int, int]()  # the bytes of the last bucket; the last place of each item
         after_gap = -1
         for place, item in enumerate(order):
             before, seen[id(item)] = seen.get(id(item), -2), place
             after_gap = place if gaps[place] else after_gap
             if place and item is order[place - 1]:
-                continue  # it is here until it is gathered again
+                continue  # still unsharded
             filled += self._nbytes(item)
-            # A bucket with an item that has just run could not be gathered before it begins.
+            # A bucket with an item that has just run could not be gathered in advance.
             if not buckets or filled > self._limit or before >= begins[-1] - 1:
                 with_last = (max(begins[-1], after_gap) if begins else -1, 0)
                 due.append((place - 1, gaps[place]) if gaps[place] else with_last)
@@ -158,7 +158,7 @@ class ExecutionOrder(Generic[T]):
                 buckets.append([])
                 filled = self._nbytes(item)
             buckets[-1].append(item)
-            due[-1] = max(due[-1], (before + 1, 0))  # not before it has run
+            due[-1] = max(due[-1], (before + 1, 0))  # not before the item has run
         found = {(place, 0): Expected(own=bucket) for place, bucket in zip(begins, buckets, strict=True)}
         for at, bucket, later in zip(due, buckets, [*buckets[1:], ()], strict=True):
             found[at] = Expected(found.get(at, NOTHING).own, bucket, later)
@@ -166,16 +166,16 @@ class ExecutionOrder(Generic[T]):
 
 
 def gathered_nbytes(unit: Unit) -> float:
-    """Return the bytes of a unit that is gathered; infinity if it is not gathered together with others."""
+    """Return the bytes that a unit gathers; infinity if the unit is always gathered separately."""
     if all(handle.is_gathered_plainly for handle in unit.handles):
         return sum(handle.unsharded.nbytes for handle in unit.handles)
     return math.inf
 
 
 def unshard_together(units: Iterable[Unit], limit: int) -> None:
-    """Start to unshard units. Shards of the same ranks and dtype go together, of parameters of up to `limit` bytes."""
+    """Start to unshard units. Shards of the same ranks and dtype share messages of up to `limit` gathered bytes."""
     messages: list[list[FlatParamHandle]] = []
-    last: dict[Any, tuple[list[FlatParamHandle], float]] = {}  # message for handles of a kind, and its bytes
+    last: dict[Any, tuple[list[FlatParamHandle], float]] = {}  # the last message for each kind of handle, and its bytes
     for unit in units:
         unit.is_spare = False
         for handle in unit.handles:
@@ -198,12 +198,12 @@ def unshard_together(units: Iterable[Unit], limit: int) -> None:
 
 
 class _Part(Pending):
-    """The parameters of one handle, which come in a message with others.
+    """The parameters of one handle in a message with multiple handles.
 
     Args:
-        message: the all-gather of all.
-        part: ``[world_size, shard_numel]`` of what it brings.
-        to: get the parameters.
+        message: the all-gather of all handles.
+        part: ``[world_size, shard_numel]``, this handle's part of the result.
+        to: the parameters to fill.
     """
 
     def __init__(self, message: Pending, part: Tensor, to: UnshardedParameters) -> None:
@@ -213,7 +213,7 @@ class _Part(Pending):
         self._message.wait()
         full = self._to.begin_gather()
         full.view(self._part.shape).copy_(self._part)
-        del self._message, self._part  # the memory of the message is freed when all parts are copied
+        del self._message, self._part  # the message's memory is freed after all parts are copied
         return full
 
 
@@ -224,7 +224,7 @@ def _gather(handles: Sequence[FlatParamHandle]) -> None:
     elsewhere = next((handle.storage for handle in handles if handle.storage.is_elsewhere), None)
     if elsewhere is None:
         message = _exchange(full, handles)
-    else:  # shards are copied beside the computation
+    else:  # shards are copied on the copy stream, during computation
         with elsewhere.copy_stream.fork():
             message = _exchange(full, handles)
         message = message.after(elsewhere.copy_stream.arrival())

@@ -1,9 +1,9 @@
 """`UnshardedParameters`: a flat parameter gathered in one buffer, and the leaves that modules compute with.
 
-The buffer is one tensor made once, whose *storage* is freed and allocated again. The leaves are one per parameter,
-views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
-``.data``, so each has a version counter of its own: gathering into the buffer does not look to autograd like a change
-of the weights that it saved. The leaf of a parameter that is a `DTensor` is one again, around such a view.
+The buffer is a tensor created once, whose *storage* is freed and allocated again. The leaves, one per parameter, are
+views created once and never again; modules compute with them, and autograd accumulates into them. Leaves are created
+from ``.data``, so each has a separate version counter: to autograd, gathering into the buffer does not look like a
+change of saved weights. If a parameter is a `DTensor`, its leaf is a `DTensor` around such a view.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class UnshardedParameters:
 
     Args:
         flat_param: this rank's shard, which knows the kind of each parameter.
-        layout: how they lie in the buffer.
-        full: ``[unsharded_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
-        requires_grad: of each leaf.
-        on_gradient: called with a parameter's number and its leaf, when autograd is done with the leaf's gradient; of
-            frozen leaves too, which have none.
-        absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
-            where the buffer is the shard.
+        layout: where the parameters are in the buffer.
+        full: ``[unsharded_numel]`` or more, the buffer; never freed if the shard itself is the buffer (`is_shard`).
+        requires_grad: the flag of each leaf.
+        on_gradient: called with a parameter's number and its leaf when autograd has finished the leaf's gradient; also
+            called for frozen leaves, without a gradient.
+        absent: for each parameter, the tensor that modules see while it is sharded. Default: placeholders, or the
+            leaves if the buffer is the shard.
 
     Attributes:
         leaves: the unsharded parameters.
-        absent: as the argument, with placeholders made.
+        absent: the same as the argument, with placeholders created.
         nbytes: the size of the buffer.
     """
 
-    is_exact = True  # the leaves have the values of the shards, cast to the dtype of the computation
-    outgoing: Tensor | None = None  # sent by this rank in an all-gather in the place of its shard
+    is_exact = True  # leaves contain the values of the shards, cast to the compute dtype
+    outgoing: Tensor | None = None  # sent by this rank in an all-gather instead of the shard
 
     def __init__(
         self,
@@ -75,18 +75,18 @@ class UnshardedParameters:
         are_dtensors = any(map(is_dtensor, self.leaves))
         self._version_of: Callable[[Any], int] = version_of_dtensor if are_dtensors else version_of
         self._placed = [view.numel() > 0 for view in views]
-        self._expected: list[int] | None = None  # the versions of the leaves, while they have the gathered values
+        self._expected: list[int] | None = None  # the leaves' versions, while they contain the gathered values
         if is_shard:
             self.rest()
         self.absent = list(self._hidden(flat_param.valueless) if absent is None else absent)
         self._arrangement = None if is_shard or layout.gathers_in_order else Arrangement(layout, full)
         self._gathered = full[: layout.padded_numel]
         self._accumulators: list[Any] | None = None
-        self._is_arranged = False  # whether the parameters that are being gathered will be
+        self._is_arranged = False  # whether `_arrangement` is used in the running all-gather
         self.free()
 
     def _watch(self, inside: Mapping[int, Sequence[Tensor]]) -> None:
-        """Watch tensors inside of leaves as well, by the leaves' ids: classes may give them counters of their own."""
+        """Also watch tensors inside leaves, by the leaves' ids: classes may use separate version counters for them."""
 
         def version_within(leaf: Tensor) -> int:
             return leaf._version + sum(tensor._version for tensor in inside.get(id(leaf), ()))
@@ -98,18 +98,18 @@ class UnshardedParameters:
         """Return a leaf around the unsharded values of a parameter."""
         may_train = tensor.is_floating_point() or tensor.is_complex()
         leaf = counted(tensor, may_train)  # so that writes through its `.data` are detected
-        if may_train:  # also if the parameter is frozen: the leaf stays the same tensor when it is thawed
+        if may_train:  # also for frozen parameters, whose leaf stays the same tensor when thawed
             leaf.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
             leaf.requires_grad_(requires_grad)
             if self._has_wide_gradients:
-                leaf.grad_dtype = None  # any, because operators may compute gradients in the wider dtype
+                leaf.grad_dtype = None  # any dtype, because operators may compute wider gradients
         give_attributes(leaf, self._attributes[number])
         name = self._layout.slots[number].name
         copy_as(leaf, self._placeholders.setdefault(name, sharded_weight(name, leaf)))
         return leaf
 
     def _hidden(self, valueless: Collection[int]) -> Iterator[Tensor]:
-        """Yield for each parameter the tensor that modules see while it is not unsharded."""
+        """Yield for each parameter the tensor that modules see while the parameter is sharded."""
         for number, (slot, leaf) in enumerate(zip(self._layout.slots, self.leaves, strict=True)):
             if not self.is_shard:
                 yield self._placeholders[slot.name]
@@ -118,16 +118,16 @@ class UnshardedParameters:
 
     @property
     def accumulators(self) -> list[Any]:
-        """The nodes by which autograd adds to the leaves' gradients; None for those without."""
+        """The nodes through which autograd accumulates gradients of leaves; None for frozen leaves."""
         if self._accumulators is None:
             self._accumulators = [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
         return self._accumulators
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
-        """Return memory ``[padded_numel]`` to all-gather into: the buffer's own if parameters lie there in that order.
+        """Return memory ``[padded_numel]`` to all-gather into: the buffer if parameters have the same order in it.
 
         Args:
-            directly: it is the buffer itself, all of it, that will come.
+            directly: If True, the message contains the whole buffer in its order.
         """
         self._is_arranged = self._arrangement is not None and not directly
         if self._arrangement is not None and self._is_arranged:
@@ -136,7 +136,7 @@ class UnshardedParameters:
         return self.full if directly else self._gathered
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
-        """Copy out the values that the all-gather, which has ended, has brought."""
+        """Copy out the values that the completed all-gather has received."""
         if self._arrangement is not None and self._is_arranged:
             if is_wanted:
                 self._allocate()
@@ -146,14 +146,14 @@ class UnshardedParameters:
             self.rest()
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Free the buffer's memory, or forget its values only (`keeps_memory`).
+        """Free the buffer's memory, or only discard the values (`keeps_memory`).
 
-        Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the data in
-        the same storage again after the next all-gather.
+        The storage is freed, and the tensor is kept: autograd may have saved the leaves, and must find the data in the
+        same storage again after the next all-gather.
         """
         if not self.is_shard:
             if self._expected is not None and not torch.is_inference_mode_enabled():
-                self._freed.seal()  # in backward too: a graph that is retained has saved them
+                self._freed.seal()  # also in backward: a retained graph has saved the leaves
             if not keeps_memory:
                 self._release()
             self._expected = None
@@ -171,31 +171,31 @@ class UnshardedParameters:
             )
 
     def outdate(self) -> None:
-        """The next values are new: autograd raises its error in graphs that have saved the leaves before."""
+        """Mark the next values as new: autograd then raises an error in graphs that saved the leaves earlier."""
         if not self.is_shard:
             self._freed.outdate()
 
     def _allocate(self) -> None:
         storage = self.full.untyped_storage()
-        if storage.nbytes() != self.nbytes:  # NumPy may share the memory, which cannot be freed then
+        if storage.nbytes() != self.nbytes:  # memory shared with NumPy could not be freed
             storage.resize_(self.nbytes)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is the buffer's, and will be freed."""
+        """Return whether a tensor uses the buffer's memory, which will be freed."""
         return not self.is_shard and memory_of(tensor) == self.full.untyped_storage().data_ptr()
 
     @property
     def references(self) -> int:
-        """Return how many tensors have the buffer's memory: its own, and those that graphs have saved."""
+        """Return how many tensors use the buffer's memory, including tensors saved by graphs."""
         return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
 
     def is_same(self, number: int, value: Tensor) -> bool:
-        """Return whether a tensor is a leaf in all but identity: it has the same memory in the same form."""
+        """Return whether a tensor is another object with the same memory, shape and strides as a leaf."""
         leaf = self.leaves[number]
         return type(value) in PLAIN and type(leaf) in (*PLAIN, CountedParameter) and are_same(value, leaf)
 
     def name_unit(self, unit: str) -> None:
-        """Let the placeholders say which unit they belong to."""
+        """Set the name of the unit in messages of placeholders."""
         for name, placeholder in self._placeholders.items():
             placeholder.rename(name, unit)
 
@@ -213,7 +213,7 @@ class UnshardedParameters:
     def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Return whether the buffer differs from this rank's shards, a tensor of shape ``[]``.
 
-        Version counters do not show all writes: ``torch._foreach_*`` on `DTensor`s, NumPy and collectives raise none.
+        Version counters miss some writes, by ``torch._foreach_*`` on `DTensor`s, NumPy and collectives.
 
         Args:
             shards: the flat shard of each parameter.
@@ -226,7 +226,7 @@ class UnshardedParameters:
         return found
 
     def moved(self) -> list[int]:
-        """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
+        """The numbers of `written` leaves whose ``.data`` now uses other memory than the buffer."""
         written = self.written()
         views = self._views() if written else []
         return [
@@ -239,14 +239,14 @@ class UnshardedParameters:
         return self._layout.views(self.full.detach()[: self._layout.unsharded_numel])
 
     def new_value(self, number: int) -> nn.Parameter:
-        """Return a leaf that was `written`, whose values the shards are to have."""
+        """Return a leaf that was `written`, with the new values for the shards."""
         return self.leaves[number]
 
     def train(self, requires_grad: Sequence[bool]) -> None:
-        """Set for each leaf whether the next operations are differentiated with respect to it.
+        """Set for each leaf whether future operations are differentiated with respect to it.
 
-        The leaves stay the same tensors, so graphs that were recorded before keep their paths to them; autograd reads
-        the flag again when it accumulates, as it does for ordinary parameters.
+        The leaves stay the same tensors, so earlier graphs keep their paths to the leaves; as for ordinary parameters,
+        autograd reads the flag again when it accumulates.
         """
         for leaf, needs in zip(self.leaves, requires_grad, strict=True):
             if leaf.requires_grad is not needs:
@@ -254,7 +254,7 @@ class UnshardedParameters:
         self._accumulators = None
 
     def restore(self, numbers: Sequence[int]) -> None:
-        """Make leaves that were `written` views of the buffer again, with their new values."""
+        """Restore `written` leaves as views of the buffer, with their new values."""
         for number in set(self.moved()).intersection(numbers):
             view = self._views()[number]
             view.copy_(local_part(self.leaves[number]).detach())
@@ -263,6 +263,6 @@ class UnshardedParameters:
 
 
 def are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two plain tensors are the same elements in the same memory."""
+    """Return whether two plain tensors contain the same elements in the same memory."""
     has_memory = one.layout is other.layout is torch.strided and one.device == other.device and not one.is_meta
     return has_memory and one.dtype == other.dtype and one.is_set_to(other)

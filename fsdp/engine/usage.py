@@ -1,25 +1,25 @@
-"""`Usage`: the ranks exchange which parameters get a gradient, so that all reduce the same gradients at the same time.
+"""`Usage`: ranks exchange which parameters get gradients, so that all reduce the same gradients at the same time.
 
-A parameter may be used on some ranks only. Its flat parameter's gradient then completes at another time on these ranks
-than on the rest, or never; but all ranks must issue the same reductions in the same order. So when a backward begins,
-the ranks exchange for which parameters autograd will compute a gradient:
+A parameter may be used on some ranks only. The gradient of its flat parameter then completes at a different time on
+these ranks, or never; but all ranks must issue the same reductions in the same order. When a backward begins, the ranks
+therefore exchange for which parameters autograd will compute a gradient:
 
 - Flat parameters with the same answer on all ranks are reduced as soon as they are complete.
 - Flat parameters with different answers are reduced at the end of backward, on all ranks.
-- A parameter that no rank uses is not reduced and keeps its gradient. Original parameters are treated one by one: the
-  layout leaves unused ones out of the message if it can.
+- A parameter that no rank uses is not reduced and keeps its gradient. This also applies to each original parameter: the
+  layout leaves unused parameters out of the message if possible.
 
-A unit may run several times before a backward, and ranks may use a parameter in different calls; so the ranks also
-exchange how many calls backward will come to, see `Runtime._reduce_complete`.
+A unit may run multiple times before a backward, and ranks may use a parameter in different calls. The ranks therefore
+also exchange how many calls backward will reach, see `Runtime._reduce_complete`.
 
-Three facts are known only when backward has ended, and are exchanged then. A re-entrant checkpoint runs autograd inside
-of autograd, and brings gradients that the outer run does not announce; so trained parameters that no rank announced are
-exchanged again. A user's function may return None although autograd had announced a gradient; parameters for which that
-happened the last time are exchanged again, too. And the gradients of modules that only some ranks run are announced
-when they are complete (`Participation.announced`); no rank knows before the end whether they come.
+Three facts are known, and exchanged, only when backward has ended. A re-entrant checkpoint runs autograd inside
+autograd and adds gradients that the outer run does not announce; trained parameters that no rank announced are
+therefore exchanged again. A user's function may return None although autograd has announced a gradient; parameters for
+which this happened in the previous backward are exchanged again, too. Gradients of modules that only some ranks run are
+announced when they are complete (`Participation.announced`); no rank knows before the end whether they will arrive.
 
-Where no tags tell all-gathers apart, as on NCCL, ranks that run units of equal sizes in different orders would compute
-with each other's parameters. There, the ranks also exchange a checksum of their all-gathers since the last backward.
+On backends where tags do not distinguish all-gathers, such as NCCL, ranks that run units of equal sizes in different
+orders would use each other's parameters. There, ranks also exchange a checksum of all-gathers since the last backward.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from fsdp.engine.autograd import will_run
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 
-_HELD, _COMING = 1, 2  # the state of a gradient on a rank: accumulated already, or coming in this backward
-_DOUBTS = 2  # of a coming gradient: a function of a user's gave None for it the last time
+_HELD, _COMING = 1, 2  # the state of a gradient on a rank: accumulated already, or expected in this backward
+_DOUBTS = 2  # of an expected gradient: a user's function returned None in the previous backward
 _ORDER_BYTES = 4
 
 
 class _Among:
-    """The flat parameters that are reduced over the same ranks; the gradients of some (`foreseen`) are foreseen."""
+    """The flat parameters that are reduced over the same ranks; gradients of `foreseen` are known in advance."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class _Among:
         self.handles, self.foreseen = handles, foreseen
         self._comms = [comm for comm in ranks if comm.world_size > 1]
         self.forecast: Pending | None = None
-        self.order = b""  # what the forecast ends with
-        self.is_open = True  # not all is known before the end
+        self.order = b""  # the last bytes of the forecast
+        self.is_open = True  # some facts are known only at the end
 
     def take_order(self) -> bytes:
         """Return a checksum of the all-gathers since the last backward, and its complement; empty if tags are sent.
 
-        Of the largest bytes of all ranks, one half is the complement of the other if all ranks have the same.
+        In the maximum over all ranks, the halves are complements of each other if all ranks have the same checksum.
         """
         order = b""
         for comm in dict.fromkeys(handle.comm for handle in self.foreseen):
@@ -69,7 +69,7 @@ class _Among:
         return order + bytes(255 - each for each in order)
 
     def without_order(self, told: torch.Tensor) -> torch.Tensor:
-        """Return the largest values of all ranks without the bytes of `take_order`.
+        """Return the maximum values of all ranks without the bytes of `take_order`.
 
         Raises:
             RuntimeError: if these bytes differ between ranks that share parameters.
@@ -86,14 +86,14 @@ class _Among:
         return told[: -len(self.order)]
 
     def largest(self, values: bytearray) -> Pending:
-        """Collective. Start to find the largest of all ranks' values, one by one."""
+        """Collective. Start to compute the elementwise maximum of all ranks' values."""
         told = torch.frombuffer(values, dtype=torch.uint8)
         first = self.handles[0]
         what = f"exchange of which parameters get a gradient in the {first.passes.stage or 'backward'} of {first.name}"
         *within, last = self._comms
         for comm in within:
             told = comm.on_host.all_reduce(told, "max", what).wait()
-            # Replicas that gather apart may run forwards by themselves, and are told only of ranks that differ.
+            # Replicas that gather separately may run different forwards; they only exchange whether any ranks differ.
             if self.order and all(handle.comm.world_size <= comm.world_size for handle in self.foreseen):
                 told[-2 * _ORDER_BYTES : -_ORDER_BYTES] = 255 * _differ(told)
                 told[-_ORDER_BYTES:] = 255
@@ -101,28 +101,28 @@ class _Among:
 
 
 def _differ(told: torch.Tensor) -> bool:
-    """Return whether ranks have different checksums, given the largest bytes of these and of their complements."""
+    """Return whether ranks have different checksums, given the maximum bytes of checksums and complements."""
     return bool((told[-2 * _ORDER_BYTES : -_ORDER_BYTES] != 255 - told[-_ORDER_BYTES:]).any())
 
 
 class Usage:
-    """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last."""
+    """The ranks' knowledge of each other's gradients, in the running or last backward of a root."""
 
     def __init__(self) -> None:
         self._among: list[_Among] = []
         self._differing: set[FlatParamHandle] = set()
-        self._used: dict[FlatParamHandle, Sequence[int]] = {}  # for each parameter, whether on any rank
-        self._times: dict[FlatParamHandle, int] = {}  # how often it is reduced
-        self._oldest_calls: dict[FlatParamHandle, int] = {}  # of the handle's unit, on any rank, by its age
+        self._used: dict[FlatParamHandle, Sequence[int]] = {}  # for each parameter, whether any rank uses it
+        self._times: dict[FlatParamHandle, int] = {}  # the number of reductions
+        self._oldest_calls: dict[FlatParamHandle, int] = {}  # age of the oldest call of the handle's unit on any rank
         self._handles: Collection[FlatParamHandle] = ()
-        # Of which parameters a gradient is in doubt: a function of a user's gave None for them the last time.
+        # Parameters whose gradient is in doubt: a user's function returned None in the previous backward.
         self._doubted: dict[FlatParamHandle, set[int]] = {}
 
     def begin(self, handles: Mapping[FlatParamHandle, int], announced: Collection[FlatParamHandle]) -> None:
-        """Collective, inside of the backward that begins; the answers are awaited when they are needed.
+        """Collective, when a backward begins; the answers are awaited when they are required.
 
-        The backward reduces these handles, each with the age of its unit's oldest call (see `UnitBackward`). Nothing is
-        known before the end of those that are `announced`.
+        The backward reduces `handles`, each with the age of the oldest call of its unit (see `UnitBackward`). The state
+        of handles in `announced` is only known at the end.
         """
         self._differing, self._used, self._times, self._oldest_calls = set(), {}, {}, {}
         self._handles = handles.keys()
@@ -142,7 +142,7 @@ class Usage:
                 among.forecast = among.largest(_forecast(among.foreseen, self._doubted) + ages + among.order)
 
     def abandon(self) -> None:
-        """After a failed backward: receive the messages of other ranks, which the next one would take for its own."""
+        """After a failed backward: receive other ranks' messages, which would otherwise reach the next backward."""
         for among in self._among:
             among.take_order()  # ranks may have failed at different places
             if among.forecast is not None:
@@ -150,19 +150,19 @@ class Usage:
                 pending.wait()
 
     def differs(self, handle: FlatParamHandle) -> bool:
-        """Return whether ranks use different parameters of a handle: its reduction waits until backward has ended."""
+        """Return whether ranks use different parameters of a handle, which is then reduced when backward has ended."""
         self._read_forecasts()
         return handle in self._differing
 
     def is_coming(self, handle: FlatParamHandle) -> bool:
-        """Return whether every rank will complete a handle in this backward: all its gradients are expected there."""
+        """Return whether every rank will complete a handle in this backward, because all gradients are expected."""
         if self.differs(handle) or handle not in self._used:
-            return False  # on some ranks only; or nothing is known before the end
+            return False  # on some ranks only, or unknown before the end
         trained = zip(self._used[handle], handle.requires_grad_each, strict=True)
         return all(state == _COMING for state, is_trained in trained if is_trained)
 
     def oldest_call(self, handle: FlatParamHandle) -> int:
-        """Return the age of the oldest call of a handle's unit that any rank expects backward to come to."""
+        """Return the age of the oldest call of a handle's unit that any rank expects backward to reach."""
         return self._oldest_calls.get(handle, 0)
 
     def _read_forecasts(self) -> None:
@@ -179,7 +179,7 @@ class Usage:
                     start = stop
 
     def _take_in(self, among: _Among, handle: FlatParamHandle, states: list[int], lacks: list[int]) -> None:
-        """Note the state of each parameter's gradient, and whether a trained parameter gets none on some rank."""
+        """Record the state of each parameter's gradient, and whether a trained parameter gets none on some rank."""
         self._used[handle] = states
         self._times[handle] = int(any(states))
         if any(lacks):
@@ -204,7 +204,7 @@ class Usage:
                 handle.gradients.awaited = ()
 
     def _learn(self, handle: FlatParamHandle) -> None:
-        """Note, when autograd has ended, of which parameters to doubt the next time that a gradient comes."""
+        """When autograd has ended, record which parameters' gradients are in doubt in the next backward."""
         gradients, before = handle.gradients, self._doubted.pop(handle, set())
         if 0 in gradients.used and 0 in gradients.filled:
             both = zip(gradients.arrived, handle.requires_grad_each, strict=True)
@@ -214,29 +214,29 @@ class Usage:
                 self._doubted[handle] = doubted
 
     def is_due(self, handle: FlatParamHandle) -> bool:
-        """Return whether a handle has to be reduced yet, with zeros for gradients that this rank does not have."""
+        """Return whether a handle still requires a reduction, with zeros for gradients that this rank does not have."""
         gradients = handle.gradients
         return gradients.is_reduced and (gradients.times_taken < self._times.get(handle, 0) or not gradients.is_empty)
 
     def unused(self, handle: FlatParamHandle) -> list[int]:
-        """Return the numbers of the parameters of which no rank has anything, when autograd has ended."""
+        """Return the numbers of the parameters without gradients on any rank, when autograd has ended."""
         return [slot for slot, state in enumerate(self._used.get(handle, ())) if not state]
 
     def note_held(self) -> None:
-        """After all reductions: let handles know for which parameters they hold sums without replicas."""
+        """After all reductions: record in handles for which parameters they hold sums that exclude replicas."""
         for handle in self._handles:
             if handle.gradients.sync is GradientSync.SHARDS:
                 handle.gradients.note_held(self._used.get(handle, handle.gradients.used))
 
     def show_gradients(self) -> None:
-        """After all reductions: show the gradients of handles, and of the original parameters that any rank used."""
+        """After all reductions: show gradients of handles, and of the original parameters that any rank used."""
         for handle in self._handles:
             if handle.gradients.sync is GradientSync.FULL:
                 handle.show_gradient(self._used.get(handle, handle.gradients.used))
 
 
 def _forecast(handles: Iterable[FlatParamHandle], doubted: Mapping[FlatParamHandle, set[int]]) -> bytearray:
-    """Return the state of each parameter's gradient on this rank; and behind all, whether a trained one gets none."""
+    """Return the state of each parameter's gradient on this rank, and then whether a trained parameter gets none."""
     states, lacks = bytearray(), bytearray()
     for handle in handles:
         nodes = handle.unsharded.accumulators
@@ -254,6 +254,6 @@ def _forecast(handles: Iterable[FlatParamHandle], doubted: Mapping[FlatParamHand
 
 
 def _report(handle: FlatParamHandle) -> Iterable[int]:
-    """Yield how often this rank reduces a handle, and for each parameter, whether there was a gradient."""
+    """Yield how often this rank reduces a handle, and for each parameter, whether a gradient has arrived."""
     yield handle.gradients.times_taken + (not handle.gradients.is_empty)
     yield from handle.gradients.arrived
