@@ -5,7 +5,7 @@
 ``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter``,
 ``torch._dynamo.compiled_autograd.in_compiled_autograd_region`` and ``Variable._execution_engine.queue_callback`` have
 no public counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. The dispatch
-modes of `torch.utils.checkpoint` and `torch.autograd.graph` are private, too. Tried on torch 2.11 to 2.15.
+modes of `torch.utils.checkpoint` and `torch.autograd.graph` are private, too. Tested with torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from fsdp.engine.counted_data import version_of
 
 
 def backward_id() -> int:
-    """Return the number of the backward that autograd runs on this thread now; -1 if it runs none."""
+    """Return the number of the backward that autograd is running on this thread; -1 if there is none."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs a backward on this thread now: a forward that starts here recomputes."""
+    """Return whether autograd is running a backward on this thread; a forward that starts here recomputes."""
     return backward_id() != -1
 
 
 def retains_graph() -> bool:
-    """Return whether autograd runs a backward on this thread now that can be followed by another of the same graph."""
+    """Return whether autograd is running a backward on this thread that retains the graph."""
     return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def in_transform() -> bool:
-    """Return whether this runs inside of a transform of `torch.func`."""
+    """Return whether a transform of `torch.func` is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -56,7 +56,7 @@ _UNCHANGED = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Create ordinary tensors inside the context, even while a transform of `torch.func` runs; see `outside_modes`."""
+    """Create ordinary tensors in this context, even during a transform of `torch.func`; see `outside_modes`."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return outside_modes()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 to 2.15)
@@ -65,13 +65,13 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 def outside_modes() -> AbstractContextManager[Any]:
-    """Hide what runs inside the context from function modes, and from selective activation checkpoints.
+    """Hide operations in this context from function modes and from selective activation checkpoints.
 
-    Function modes see each attribute that is read, also of parameters whose memory is freed: printing one would end the
-    process. A default device is such a mode as well, and stays.
+    Function modes see each attribute access, also of parameters with freed memory: printing such a parameter would end
+    the process. A default device is also such a mode, and remains active.
 
-    A selective checkpoint numbers the operations of a forward, keeps the results of some, and returns them in the
-    recomputation by these numbers. A recomputation has fewer all-gathers, and would get results of other operations.
+    A selective checkpoint numbers the operations of a forward, stores some results, and returns them by number during
+    recomputation. A recomputation has fewer all-gathers, and would get results of other operations.
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return _without_modes()
@@ -108,9 +108,9 @@ def _replaced(
 
 
 def unpacks_saved_tensors() -> Any:
-    """Return the function that will return to autograd what it saves now, as of a checkpoint; None if it keeps that.
+    """Return the function that unpacks tensors that autograd saves now, for example a checkpoint's; None by default.
 
-    It lives for as long as a graph has tensors that were saved by it.
+    The function is alive as long as a graph contains tensors saved by its hooks.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[1]
@@ -119,7 +119,7 @@ def unpacks_saved_tensors() -> Any:
 def copies_saved_tensors() -> bool:
     """Return whether `allow_mutation_on_saved_tensors` copies tensors that autograd has saved before they are written.
 
-    It knows them by the addresses of their memory. If that was freed, copying it may end the process.
+    The mode identifies tensors by the address of their memory. Copying freed memory may end the process.
     """
     return bool(torch._C._len_torch_dispatch_stack()) and any(
         isinstance(mode, _CloneArgBeforeMutateMode) for mode in _get_current_dispatch_mode_stack()
@@ -127,15 +127,15 @@ def copies_saved_tensors() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Return whether the run of autograd that this is called in will come to a node."""
+    """Return whether the running autograd pass will reach a node."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        return False  # a leaf that `torch.autograd.grad` was asked for: its gradient is returned, and nothing is added
+        return False  # a leaf passed to `torch.autograd.grad`: the gradient is returned and not accumulated
 
 
 class _Edge(torch.autograd.Function):
-    """An operation of which only its place in the graph counts."""
+    """An operation that is only used for its place in the graph."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -147,10 +147,10 @@ class _Edge(torch.autograd.Function):
 
 
 def accumulator_of(leaf: Tensor) -> Any:
-    """Return the node by which autograd adds to the gradient of a leaf.
+    """Return the node through which autograd accumulates the gradient of a leaf.
 
-    Unlike `torch.autograd.graph.get_gradient_edge`, it runs no operation on the leaf, whose memory may be freed while a
-    mode of a user sees operations, or whose class may have no such operation.
+    Unlike `torch.autograd.graph.get_gradient_edge`, this runs no operation on the leaf: its memory may be freed while a
+    user's mode sees operations, or its class may not support the operation.
     """
     with torch.enable_grad():
         edge: Any = _Edge.apply(leaf)
@@ -158,7 +158,7 @@ def accumulator_of(leaf: Tensor) -> Any:
 
 
 class BackwardPass:
-    """A run of autograd, from its first hook to its end. Create it inside a hook.
+    """A run of autograd, from its first hook to the end. Must be created in a hook.
 
     `at_end` is called when the run (the innermost, if backwards are nested) has finished. A run that raised an
     exception is never finished: autograd then deletes the callback, which `is_alive` detects. In this case
@@ -189,7 +189,7 @@ class BackwardPass:
 
 
 class _End:
-    """The callback of a run of autograd. It is not a function, which would be excluded from compilation each time."""
+    """The callback of a run of autograd. Not a function, which would be excluded from compilation each time."""
 
     def __init__(self, at_end: Callable[[], None], ended: list[bool]) -> None:
         self._at_end, self._ended = at_end, ended
@@ -211,39 +211,39 @@ class FollowedPass:
 class FreedLeaves:
     """Leaves whose memory is freed temporarily: autograd must not read saved views of them during this time.
 
-    Autograd would read past the end of the memory. While the leaves are `sealed`, their versions differ, so that
-    autograd raises its error for modified tensors.
+    Autograd would read past the end of the memory. While the leaves are sealed, their versions differ, so that
+    autograd raises the error for modified tensors.
     """
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._leaves = tuple(leaves)
-        self._versions: tuple[int, ...] | None = None  # while they are sealed: those that autograd knows
+        self._versions: tuple[int, ...] | None = None  # the versions that autograd knows, while leaves are sealed
 
     def seal(self) -> None:
-        """The leaves lose their memory, and a graph may have saved them."""
+        """Change the versions, because the memory is freed and a graph may have saved the leaves."""
         if self._versions is None:
             self._versions = tuple(map(version_of, self._leaves))
             increment_version(self._leaves)
 
     def outdate(self) -> None:
-        """They get other values, so graphs that have saved them remain invalid."""
+        """Keep earlier graphs invalid, because the leaves get new values."""
         if self._versions is None:
             increment_version(self._leaves)
         self._versions = None
 
     def unseal(self) -> None:
-        """They have their values again, and their versions."""
+        """Restore the versions, because the leaves have their values again."""
         versions, self._versions = self._versions, None
         if versions is not None:
             torch._C._autograd._unsafe_set_version_counter(self._leaves, versions)
 
 
 def differentiable_tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a nest that require a gradient, those in attributes of any objects included."""
+    """Return the tensors in nested containers and in attributes of any objects that require a gradient."""
     if isinstance(tree, Tensor):
         return [tree] if tree.requires_grad else []
     found: dict[int, Tensor] = {}
-    seen: dict[int, Any] = {}  # keeps what it has seen, because the id of something that died is used again
+    seen: dict[int, Any] = {}  # keeps references, because ids of deleted objects are used again
     ahead = [tree]
     while ahead:
         item = ahead.pop()
@@ -263,15 +263,15 @@ def _parts(item: Any) -> Iterable[Any]:
         return item
     if isinstance(item, Mapping):
         return item.values()
-    # Distributions, model outputs, users' own classes: what they carry goes into the loss as well.
+    # Distributions, model outputs and users' classes: tensors in their attributes become part of the loss as well.
     slots = [name for cls in type(item).__mro__ for name in getattr(cls, "__slots__", ()) if isinstance(name, str)]
     return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
 
 
 class InternalError(RuntimeError):
-    """An invariant of the library is broken: a bug in the library, not in the code that uses it.
+    """A broken invariant of the library: a bug in the library, not in the code that uses it.
 
-    The message and the stack are printed as well as raised, because autograd may swallow exceptions of hooks.
+    The message and the stack are also printed, because autograd may swallow exceptions of hooks.
     """
 
     def __init__(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""`FlatParameter`: many parameters in one vector, and where they were."""
+"""`FlatParameter`: multiple parameters in a single vector, and their original places."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ParamInfo(NamedTuple):
 
 
 class SharedParamInfo(NamedTuple):
-    """A further place of a parameter that occurs several times in one unit; `primary` is the first one."""
+    """A further place of a parameter that occurs multiple times in a unit; `primary` is the first place."""
 
     module: nn.Module
     name: str
@@ -37,7 +37,7 @@ class SharedParamInfo(NamedTuple):
 
 
 def _of_shard(name: str) -> Callable[..., Any]:
-    """Return a method of tensors that warns if it is called on a shard."""
+    """Return a method of tensors that warns if the tensor is a shard."""
     torchs = getattr(Tensor, name)
 
     @wraps(torchs)
@@ -56,7 +56,7 @@ def _of_shard(name: str) -> Callable[..., Any]:
 
 
 class ListedParameter(CountedParameter):
-    """A parameter that optimizers see, which may be a shard: methods that do not go element by element warn then."""
+    """A parameter for optimizers that may be a shard; methods that are not elementwise then warn."""
 
     _is_sharded: bool
 
@@ -65,34 +65,34 @@ class ListedParameter(CountedParameter):
 
 
 class FlatParameter(ListedParameter):
-    """Several parameters, in row-major order one after the other, as one 1-D parameter.
+    """Multiple parameters concatenated in row-major order, as a single 1-D parameter.
 
     A single parameter that is not sharded may keep its shape.
 
     Args:
-        params: a non-empty list or tuple of parameters, all trained or all frozen, of one dtype and device; none flat.
+        params: a non-empty list or tuple of unflattened parameters with the same dtype, device and `requires_grad`.
         requires_grad: whether the flat parameter is trained.
-        names: the parameters' names, by default their numbers.
+        names: the parameters' names. Default: their numbers.
 
     Raises:
         ValueError: if `params` is empty, not a list or tuple of tensors, or contains a `FlatParameter`; or for
-            parameters that differ in dtype, device, or whether they are trained.
+            parameters that differ in dtype, device, or `requires_grad`.
     """
 
-    _layout: Layout  # of its parameters (of `DTensor`s, of their local parts) on a single rank
-    parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
-    packings: tuple[Any, ...]  # the forms of those that are sharded as bytes (`fsdp.layers.packing`)
-    examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each that is trained in a subclass
-    attributes: tuple[Attributes, ...]  # set by users on its parameters
-    valueless: frozenset[int]  # the numbers of those that have no values yet: they came from the meta device
-    shard_storage: Any = None  # where a shard and its gradient live
-    _is_sharded: bool = False  # it holds one rank's shard
-    _is_managed: bool = False  # a handle runs it
-    is_standalone: bool = False  # a handle without a unit
+    _layout: Layout  # of the parameters (local parts of `DTensor`s) on a single rank
+    parts: tuple[MeshPart | None, ...]  # the mesh of each parameter that is a `DTensor`
+    packings: tuple[Any, ...]  # of parameters that are sharded as bytes (`fsdp.layers.packing`)
+    examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each trained tensor subclass
+    attributes: tuple[Attributes, ...]  # set by users on the parameters
+    valueless: frozenset[int]  # numbers of parameters without values yet, from the meta device
+    shard_storage: Any = None  # the storage of a shard and its gradient
+    _is_sharded: bool = False  # True for one rank's shard
+    _is_managed: bool = False  # True if a handle runs it
+    is_standalone: bool = False  # True if the handle has no unit
     _has_unreduced: bool = False  # gradients were accumulated under `no_sync` and are not in `grad` yet
     group: Hashable = None  # the key of `group_by` for its parameters
-    fingerprints: Any = None  # of the parameters that it was made from, until a handle takes them over
-    _vector: Tensor | None = None  # once asked for; gone when other `.data` is assigned
+    fingerprints: Any = None  # of the original parameters, until a handle takes them over
+    _vector: Tensor | None = None  # created on demand; deleted when `.data` is assigned
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -113,7 +113,7 @@ class FlatParameter(ListedParameter):
 
     @classmethod
     def _build(cls, data: Tensor, requires_grad: bool, layout: Layout, **known: Any) -> FlatParameter:
-        """Return one around `data`, with the given attributes."""
+        """Return a flat parameter around `data`, with the given attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._layout, self.parts = layout, (None,) * len(layout.slots)
         self.attributes, self.valueless = tuple({} for _ in layout.slots), NO_SLOTS
@@ -135,17 +135,17 @@ class FlatParameter(ListedParameter):
         keeps_shape: bool = False,
         block: int = 1,
     ) -> FlatParameter:
-        """Make one rank's shard of the flat parameter straight from the parameters: there is no unsharded copy.
+        """Create one rank's shard of the flat parameter directly from the parameters, without an unsharded copy.
 
         Args:
-            params, names: its parameters; of `DTensor`s, their local parts. Zeros stand for missing values.
-            rank, world_size: which shard, of how many.
-            storage: where it lives (a `ShardStorage`).
-            align: each parameter starts at a multiple of so many elements.
-            layout_type: how it is divided into shards.
-            dims: the dimension along which each parameter is sharded; None is the first.
-            keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
-            block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
+            params, names: the parameters; local parts are used for `DTensor`s, and zeros for missing values.
+            rank, world_size: the number of the shard, and the number of shards.
+            storage: the `ShardStorage` that allocates the shard.
+            align: each parameter starts at a multiple of this number of elements.
+            layout_type: the layout that divides the vector into shards.
+            dims: the dimension along which each parameter is sharded. Default: the first.
+            keeps_shape: If True, a single parameter that is not divided across ranks keeps its shape.
+            block: no rank's part of a parameter begins or ends inside a block of this number of its elements.
         """
         kinds = [local_part(param.detach()) for param in params]
         locals_ = list(map(values_of, kinds))
@@ -178,11 +178,11 @@ class FlatParameter(ListedParameter):
         return self
 
     def part_of_shard(self, slots: Sequence[int], rank: int, world_size: int) -> FlatParameter:
-        """Return a shard of some of its parameters, with a storage of its own of the same kind.
+        """Return a shard of some of the parameters, with a new storage of the same kind.
 
         Args:
             slots: the numbers of the parameters.
-            rank, world_size: which shard this is, of how many.
+            rank, world_size: the number of this shard, and the number of shards.
         """
         storage, layout = copy.deepcopy(self.shard_storage), self.make_layout(world_size, slots)
         data = storage.allocate(layout.shard_numel, self.dtype)
@@ -192,7 +192,7 @@ class FlatParameter(ListedParameter):
         return self._with(data, storage, slots, _is_sharded=world_size > 1 and layout.numel > 0)
 
     def _with(self, data: Tensor, storage: Any, slots: Sequence[int], **others: Any) -> FlatParameter:
-        """Return one of some of its parameters, around other data."""
+        """Return a flat parameter of some of these parameters, around other data."""
 
         def some(each: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(each[slot] for slot in slots)
@@ -217,7 +217,7 @@ class FlatParameter(ListedParameter):
         pass
 
     def make_layout(self, world_size: int = 1, slots: Sequence[int] | None = None) -> Layout:
-        """Return the layout of the parameters, or of some of them, in a vector that `world_size` ranks share."""
+        """Return the layout of all or some of the parameters in a vector that `world_size` ranks share."""
         own = self._layout
         if world_size == own.world_size and slots is None:
             return own
@@ -235,7 +235,7 @@ class FlatParameter(ListedParameter):
 
     @property
     def vector(self) -> Tensor:
-        """Its elements in one dimension, in the same memory."""
+        """The elements in one dimension, in the same memory."""
         if self._vector is None:
             with torch.inference_mode(False):
                 self._vector = self.detach().as_subclass(Tensor).view(-1)
@@ -243,22 +243,22 @@ class FlatParameter(ListedParameter):
 
     @property
     def owner(self) -> FlatParameter:
-        """Itself; the owner of the memory of a `LocalShard`."""
+        """This flat parameter; for a `LocalShard`, the owner of its memory."""
         return self
 
     @property
     def has_unreduced(self) -> bool:
-        """True if gradients wait for their reduction, and were not zeroed."""
+        """True if gradients wait for a reduction and were not zeroed."""
         return self._has_unreduced and self.grad is not None
 
     @property
     def held_gradient(self) -> Tensor | None:
-        """The reduced gradient, wherever it is; None without one."""
+        """The reduced gradient on any device; None if there is none."""
         grad = self.grad
         return grad.stands_for if isinstance(grad, Placeholder) else grad
 
     def hold_gradient(self, reduced: Tensor) -> None:
-        """Add a reduced gradient; one on another device is kept there, beside the parameter."""
+        """Add a reduced gradient; a gradient on another device stays there."""
         held = self.held_gradient
         if held is not None:
             held.add_(_shaped(reduced.to(held.device), held.shape))
@@ -270,16 +270,16 @@ class FlatParameter(ListedParameter):
             self.grad = placeholder
 
     def bring_gradient(self) -> None:
-        """Bring a gradient that is kept on another device to ``grad``, where optimizers expect it."""
+        """Copy a gradient that is kept on another device to ``grad``, where optimizers expect it."""
         held = self.held_gradient
         if held is not None and held is not self.grad:
             self.grad = _shaped(held.to(self.device), self.shape)
 
     def get_param_views(self, external_data: Tensor | None = None) -> list[Tensor]:
-        """The original parameters as views of this one, or of `external_data` of the same size.
+        """Return the original parameters as views of this one, or of `external_data` of the same size.
 
         Raises:
-            ValueError: if the data hasn't as many elements as the original parameters together.
+            ValueError: if the data does not have as many elements as all original parameters.
         """
         data = self if external_data is None else external_data
         layout = ContiguousLayout.of(zip(self._names, self._shapes, strict=True), 1, self._layout.align)
@@ -297,18 +297,18 @@ class FlatParameter(ListedParameter):
         return views
 
     def metadata(self) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
-        """Names, shapes and numbers of elements of the original parameters."""
+        """Return names, shapes and numbers of elements of the original parameters."""
         return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
 
     def __setstate__(self, state: Any) -> None:
-        """Take the state of a pickle that FairScale made (only those have one): numels, shapes, and places."""
+        """Set the state from a pickle created by FairScale (only these contain one): numels, shapes, and places."""
         numels, shapes, infos, _ = state
         names = [".".join(filter(None, (path, name))) for path, _, name in infos]
         self._layout = ContiguousLayout.of(zip(names or map(str, range(len(shapes))), shapes, strict=True), 1)
         self.attributes = tuple({} for _ in shapes)
         self._is_sharded = self.numel() != sum(numels)
 
-    @torch.inference_mode(False)  # or the copy could not be trained
+    @torch.inference_mode(False)  # else the copy could not be trained
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         storage = copy.deepcopy(self.shard_storage, memo)
         data = (
@@ -344,18 +344,18 @@ class FlatParameter(ListedParameter):
 class ListedParameters:
     """The parameters that modules list and optimizers step: in this class, the flat parameter itself.
 
-    `OrigParams` lists local shards of the original parameters instead, which are views of the shard, and follows what
-    users do with them. A flat parameter has nothing to follow. The docstrings of empty methods describe `OrigParams`.
+    `OrigParams` lists local shards of the original parameters instead, which are views of the shard, and applies users'
+    changes to them. This class requires no such updates. Docstrings of empty methods describe `OrigParams`.
 
     Args:
         flat_param: the shard.
-        layout: of its parameters.
+        layout: the layout of the original parameters.
         rank: the number of the shard.
 
     Attributes:
         params: the listed parameters.
-        absent: for each original parameter, what modules see while it is sharded; None: placeholders.
-        versions: the version of each, where the shard's own counter does not tell.
+        absent: for each original parameter, the tensor that modules see while it is sharded; None for placeholders.
+        versions: versions of parameters whose writes the shard's own counter does not count.
     """
 
     absent: list[Tensor] | None = None
@@ -366,65 +366,65 @@ class ListedParameters:
         self.params: list[nn.Parameter] = [flat_param]
 
     def param_of(self, slot: int) -> nn.Parameter:
-        """The listed parameter that has the elements of an original one."""
+        """Return the listed parameter that contains the elements of an original parameter."""
         return self._flat_param
 
     @property
     def requires_grad(self) -> list[bool]:
-        """A flag for each original parameter: it is trained."""
+        """A flag for each original parameter: True if it is trained."""
         return [self._flat_param.requires_grad] * len(self._layout.slots)
 
     @property
     def zeroed(self) -> Sequence[int]:
-        """The numbers of those without a gradient: the user has dropped their accumulated gradients."""
+        """The numbers of parameters without a gradient, whose accumulated gradients the user has dropped."""
         return ()
 
     def alias(self) -> None:
-        """Make them views of the shard, which may be another tensor now."""
+        """Make the parameters views of the shard, which may be a different tensor now."""
 
     def note_places(self) -> None:
-        """Note where they lie now: the shard's memory, with all views of it, is at another address."""
+        """Record the addresses of the parameters after the shard's memory has moved."""
 
     def absorb(self) -> Sequence[int]:
-        """Write to the shard the values that users have assigned to their ``.data``.
+        """Write values that users have assigned to ``.data`` of the parameters to the shard.
 
-        Return the numbers of the parameters of which it shows that they were written.
+        Return the numbers of parameters for which writes were detected.
         """
         return ()
 
     def follow_frozen(self) -> None:
-        """Train the shard if any of them is trained."""
+        """Train the shard if any parameter is trained."""
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
-        """This rank's shard, as a vector, of a value that is spread over ranks; None for an unsharded one."""
+        """Return this rank's flat shard of a value that is distributed over ranks; None for an unsharded value."""
         return None
 
     def give_memory(self, slots: Iterable[int]) -> None:
-        """Show memory for parameters without values, where they show none until it is given."""
+        """Allocate memory for parameters that had no values and no memory until now."""
 
     def collect_gradients(self) -> None:
-        """Follow changes of users to their gradients: zeroed (None) ones are zero in the shard's as well."""
+        """Apply users' changes to gradients: zeroed (None) gradients become zero in the shard's gradient as well."""
 
     def show_reduced(self, used: Sequence[int], missed: Sequence[int]) -> None:
-        """Show the gradients of a backward; those that autograd has given them by itself are in them."""
+        """Show the gradients of a backward, after adding gradients that autograd accumulated in local shards."""
 
     def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
-        """Give them their elements of the shard's gradient; those not `used` keep having none.
+        """Set gradients to their elements of the shard's gradient; parameters not `used` remain without a gradient.
 
         Args:
-            used: for each original parameter, whether anything was added to its gradient on any rank.
-            missed: the numbers of the parameters for which that was expected, and is true only for nonzero gradients.
+            used: for each original parameter, whether a gradient was added on any rank.
+            missed: numbers of parameters with expected gradients, whose gradients are shown only if nonzero.
         """
 
     def mark_unreduced(self, filled: Sequence[int]) -> None:
-        """Let missing gradients say why they are missing, of those parameters for which something is accumulated."""
+        """Mark missing gradients as unreduced for parameters with accumulated gradients; using one raises an error."""
 
     def forget_zeroed(self) -> None:
-        """Free the shard's gradient if all were zeroed."""
+        """Free the shard's gradient if all gradients were zeroed."""
 
 
 def refuse_unlike(params: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError unless one flat parameter can hold all of these."""
+    """Raise ValueError unless a single flat parameter can contain all of these."""
     for what in ("dtype", "device", "requires_grad", "grad_dtype"):
         values = [getattr(param, what) for param in params]
         if len(set(values)) > 1:
@@ -433,7 +433,7 @@ def refuse_unlike(params: Sequence[Tensor], names: Sequence[str]) -> None:
 
 
 def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:
-    """Let the gradients of parameters have a dtype, also those that were cast together with the parameters."""
+    """Set the dtype of parameters' gradients, also of gradients that were cast together with the parameters."""
     for param in params:
         gradient = param.grad
         if gradient is not None and gradient.dtype != dtype:
@@ -442,7 +442,7 @@ def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:
 
 
 def _give_grad_dtype(made: FlatParameter, source: Tensor) -> None:
-    """Let gradients have the dtype that a user has set for those of `source`."""
+    """Use the gradient dtype that a user has set for `source`."""
     if source.grad_dtype != source.dtype:
         made.grad_dtype = source.grad_dtype
 
@@ -477,5 +477,5 @@ def _rebuild_flat_parameter(
     return flat
 
 
-# So that `torch.load` with its default, `weights_only=True`, reads a flat parameter back.
+# So that `torch.load` with its default, `weights_only=True`, can read a flat parameter.
 torch.serialization.add_safe_globals([_rebuild_flat_parameter, FlatParameter, ContiguousLayout])

@@ -1,6 +1,6 @@
-"""`Presentation` shows tensors to modules in the places of a handle's parameters, and detects replaced ones.
+"""`Presentation` shows tensors to modules in the places of a handle's parameters, and detects replaced parameters.
 
-A module has two entries for a parameter. Its code computes with the *attribute* (``module.weight``). `parameters()`,
+A module has two entries for a parameter. Its code uses the *attribute* (``module.weight``). `parameters()`,
 `state_dict()` and optimizers use the entry that is *listed* in ``_parameters``:
 
 =============  ==========================  =======================================
@@ -12,12 +12,12 @@ computing      unsharded parameter         unsharded parameter
 exposed        the listed parameter        ordinary parameter
 =============  ==========================  =======================================
 
-A handle is *computing* during forward and backward of its unit, so that `parameters()` inside of a forward returns the
+A handle is *computing* during forward and backward of its unit, so that `parameters()` in a forward returns the
 parameters that the module computes with. Parameters are *exposed* for `summon_full_params`, state dicts and loads.
 
-Assignments are recorded when they happen (`Listing`), so nothing is compared as long as nothing is assigned. An
+Assignments are recorded when they happen (`Listing`), so parameters are only compared after an assignment. An
 assignment (``module.weight = nn.Parameter(...)``) is a new value of the parameter and is stored. A tensor that is
-*lent* for one call, by `torch.func.functional_call` for example, gets the gradients and leaves the parameter as it was.
+*lent* for a single call, for example by `torch.func.functional_call`, gets the gradients; the parameter is unchanged.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from fsdp.engine.unsharded_params import UnshardedParameters
 
 _TO_EXPORT = "For torch.export, load the model's checkpoint into the unsharded model."
 
-_put = dict.__setitem__  # in a `Listing`, without a record
+_put = dict.__setitem__  # writes to a `Listing` without recording
 
 # The presentations that show lent tensors.
 lenders: weakref.WeakSet[Presentation] = weakref.WeakSet()
 
-# Parameters that users have assigned, with the place of each, while users hold them.
+# Parameters that users have assigned, with the place of each, as long as users keep references.
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Listing(dict[str, Any]):
     """A module's ``_parameters`` while handles run some of them. Reports each assignment and deletion of an item.
 
-    `torch.func.functional_call` writes to ``_parameters`` of modules, and writes the old entries back; an assignment
-    goes through `nn.Module.__setattr__`, which removes the module's attribute first. Otherwise this is an ordinary
-    dictionary, also for compilers, and is copied and pickled as a dictionary.
+    `torch.func.functional_call` writes to ``_parameters`` directly, and later restores the old entries; an assignment
+    uses `nn.Module.__setattr__`, which removes the module's attribute first. Otherwise this is an ordinary dictionary,
+    also for compilers, and copies and pickles are dictionaries.
     """
 
     __slots__ = ("_module", "_names", "_presentations")
@@ -69,14 +69,14 @@ class Listing(dict[str, Any]):
 
     @classmethod
     def of(cls, module: nn.Module) -> Listing:
-        """Return the listing of a module, made if the module has none."""
+        """Return the listing of a module; created if the module has none."""
         listing = module._parameters
         if not isinstance(listing, cls):
             listing = module.__dict__["_parameters"] = cls(module)
         return listing
 
     def put(self, name: str, value: nn.Parameter | None) -> None:
-        """List something without a report. A name that was removed comes back to its place in the order."""
+        """Set an item without a report. A name that was removed returns to its place in the order."""
         is_missing = name not in self
         super().__setitem__(name, value)
         for known in self._names if is_missing else ():
@@ -84,7 +84,7 @@ class Listing(dict[str, Any]):
                 super().__setitem__(known, self.pop(known))
 
     def report_to(self, presentation: Presentation, name: str) -> None:
-        """Report each item of this name to a presentation."""
+        """Report changes of the item with this name to a presentation."""
         self._presentations[name] = weakref.ref(presentation)
 
     def _presentation_of(self, name: str) -> Presentation | None:
@@ -108,28 +108,28 @@ class Listing(dict[str, Any]):
 
 
 class Look(Enum):
-    """Modules see and list one of these, unless ordinary parameters are exposed."""
+    """The tensors that modules see and list, unless ordinary parameters are exposed."""
 
     SHARDED = auto()  # attributes are placeholders; shards are listed
     UNSHARDED = auto()  # attributes are unsharded parameters; shards are listed
-    COMPUTING = auto()  # attributes are unsharded parameters, which are listed as well
+    COMPUTING = auto()  # attributes are unsharded parameters, also listed
 
 
 class Presentation:
     """The tensors that modules see and list in the places of one handle's parameters.
 
-    At the places of a parameter that is not listed itself, because a flat parameter is, modules list None.
+    If a flat parameter is listed instead of its original parameters, modules list None at the original places.
 
     Args:
         places: for each original parameter, where it is used; the first place names the parameter.
-        entries: for each listed parameter, the module and the name there.
+        entries: for each listed parameter, the module and the name in the module.
 
     Attributes:
-        lent: the places where a tensor is lent, and whether the caller has put it there, or at another place of the
-            parameter.
-        look: see `Look`.
-        is_exposed: modules hold unsharded, ordinary parameters, for a state dict or `summon_full_params`.
-        touched: the numbers of the parameters in whose places something was put, until `changed` has compared all.
+        lent: the places where a tensor is lent; the flag is True if the caller has put it there, and False if the
+            caller has put it at another place of the parameter.
+        look: the tensors that modules see, see `Look`.
+        is_exposed: modules contain unsharded, ordinary parameters, for a state dict or `summon_full_params`.
+        touched: the numbers of parameters with assignments to their places, until `changed` has compared all.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Presentation:
         return {"_places": self._places, "entries": self.entries}
 
     def wake(self) -> None:
-        """Enter the modules; again in a copy, after it and the modules were copied or unpickled."""
+        """Enter the modules; called again in a copy, after the copy and the modules were copied or unpickled."""
         self.lent: dict[tuple[nn.Module, str], bool] = {}
         self.look = Look.SHARDED
         self.is_exposed = False
@@ -158,7 +158,7 @@ class Presentation:
 
         Args:
             unsharded: the parameters that modules compute with.
-            own_dtype: the dtype of the shard, in which tensors may be lent.
+            own_dtype: the dtype of the shard, which lent tensors may have.
         """
         self._leaves, self._absent = unsharded.leaves, unsharded.absent
         for _, slot, entry in self._at.values():
@@ -172,7 +172,7 @@ class Presentation:
         """Show the unsharded parameters as attributes.
 
         Returns:
-            The numbers of parameters in whose places another tensor is now, which stays there.
+            The numbers of parameters with another tensor at any place; this tensor remains.
         """
         changed, leaves, absent, lent = [], self._leaves, self._absent, self.lent
         for place, (attributes, slot, _) in self._at.items():
@@ -185,7 +185,7 @@ class Presentation:
         return changed
 
     def hide(self) -> None:
-        """Show placeholders as attributes again. A tensor that a user has put in a place stays there."""
+        """Show placeholders as attributes again. A tensor that a user has assigned remains."""
         if self.look is Look.COMPUTING:
             self.list_shards()
         self.look = Look.SHARDED
@@ -195,10 +195,10 @@ class Presentation:
                 attributes[name] = absent[slot]
 
     def list_unsharded(self) -> list[int]:
-        """List the unsharded parameters in the modules, and no flat parameter, until `list_shards`.
+        """List the unsharded parameters in the modules instead of flat parameters, until `list_shards`.
 
         Returns:
-            The numbers of parameters in whose places another one is listed now, which stays there.
+            The numbers of parameters with another listed tensor at any place; this tensor remains.
         """
         changed: list[int] = []
         if self.look is Look.COMPUTING:
@@ -218,7 +218,7 @@ class Presentation:
         return changed
 
     def list_shards(self) -> None:
-        """List the shards again. A parameter that a user has assigned in between stays."""
+        """List the shards again. A parameter that a user has assigned meanwhile remains."""
         if self.look is not Look.COMPUTING:
             return
         self.look = Look.UNSHARDED
@@ -231,17 +231,17 @@ class Presentation:
             _put(module._parameters, name, flat_param)
 
     def shown(self, slot: int) -> Tensor:
-        """Return the tensor that belongs as attribute of a parameter now."""
+        """Return the tensor that should be the attribute of a parameter now."""
         return (self._absent if self.look is Look.SHARDED else self._leaves)[slot]
 
     def refill(self) -> None:
-        """Put as attribute what belongs there now, whatever is there; lent tensors stay."""
+        """Restore all attributes, except lent tensors."""
         for place, (attributes, slot, _) in self._at.items():
             if place not in self.lent:
                 attributes[place[1]] = self.shown(slot)
 
     def reveal(self, slot: int) -> None:
-        """Show a parameter that has its first values, where the buffer is the shard."""
+        """Show a parameter with its first values, if the buffer is the shard."""
         if isinstance(placeholder := self._absent[slot], ValuelessParameter):
             self._absent[slot] = leaf = self._leaves[slot]
             for module, name, _ in self._places[slot]:
@@ -250,16 +250,16 @@ class Presentation:
                     attributes[name] = leaf
 
     def add(self, places: Sequence[ParamInfo], param: nn.Parameter) -> None:
-        """List and show the only parameter at more places, which are `_places` already."""
+        """List and show the only parameter at additional places, which `_places` already contains."""
         self.entries += [(place.module, place.name, param) for place in places]
         self._enter()
         self.refill()
 
     def _enter(self) -> None:
-        """Make modules list the entries, and report other tensors that are put there."""
+        """List the entries in modules, and record assignments of other tensors."""
         numbers = {(place.module, place.name): slot for slot, used in enumerate(self._places) for place in used}
         listed = {(module, name): param for module, name, param in self.entries}
-        # For each place: the mapping of the module's attributes, the parameter's number, and the shard that is listed.
+        # For each place: the mapping of the module's attributes, the parameter's number, and the listed shard.
         self._at = {place: (attributes_seen_by(place[0]), slot, listed.get(place)) for place, slot in numbers.items()}
         self._flat = [(*at, param) for at, param in listed.items() if at not in numbers]
         for module, name in dict.fromkeys([*numbers, *listed]):
@@ -271,12 +271,12 @@ class Presentation:
             self.list_unsharded()
 
     def enter(self) -> None:
-        """List and show the right tensors again, after `leave`."""
+        """List and show the tensors again, after `leave`."""
         self._enter()
         self.refill()
 
     def leave(self) -> None:
-        """List nothing in the modules. Their names stay, so that they keep the order of their parameters."""
+        """Remove all tensors from the modules. Names remain, to keep the order of parameters."""
         self.lent.clear()
         for module, name, param in self.entries:
             if module._parameters.get(name) is param:
@@ -285,11 +285,11 @@ class Presentation:
             Listing.of(module).put(name, None)
 
     def expose(self, params: Sequence[nn.Parameter] | None) -> None:
-        """List ordinary parameters, until `conceal`; None lists the shards as before."""
+        """List ordinary parameters until `conceal`; if None, keep the shards listed."""
         self.is_exposed = True
         if params is not None:
             for (module, name), (attributes, slot, _) in self._at.items():
-                attributes[name] = params[slot]  # a class may keep a cache of its parameters
+                attributes[name] = params[slot]  # a class may cache its parameters
                 del module.__dict__[name]
                 _put(module._parameters, name, params[slot])
             self._exposed = params
@@ -298,7 +298,7 @@ class Presentation:
             self.lent.clear()
 
     def conceal(self) -> None:
-        """Take ordinary parameters out of the modules, and list and show the right tensors again."""
+        """Remove ordinary parameters from the modules, and list and show the sharded parameters again."""
         if was_exposed := bool(self._exposed):
             self.leave()
             self._exposed = ()
@@ -313,7 +313,7 @@ class Presentation:
         return bool(self.lent) and len(self.lent) == len(self._at)
 
     def notice(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Record that something is put in a place of a parameter, by an assignment or for one call.
+        """Record that a tensor is put in a place of a parameter, by an assignment or for a single call.
 
         Returns:
             The tensor to list there.
@@ -340,20 +340,20 @@ class Presentation:
             value = self._leaves[slot]
         if (value is entry or self._is_own(slot, value)) and (
             (module, name) in self.lent or (value is not None and name not in attributes)
-        ):  # a lent tensor is given back; or the shown tensor is assigned again, as by a function that ties weights
+        ):  # a lent tensor is returned; or the shown tensor is assigned again, for example to tie weights
             self._show(slot, module, name, self.shown(slot), is_lent=False)
             return self._leaves[slot] if self.look is Look.COMPUTING else entry
         if value is None:
-            attributes.pop(name, None)  # removed
+            attributes.pop(name, None)  # the parameter was removed
         elif name in attributes and value is not entry:
             self._show(slot, module, name, self._lendable(slot, name, value), is_lent=True)
         return value
 
     def notice_removal(self, module: nn.Module, name: str) -> None:
-        """Record that an item is deleted, as weight norm does before a parameter is computed from other ones.
+        """Record that an item is deleted, for example by weight norm, which then computes the parameter.
 
         Raises:
-            RuntimeError: if the parameter is sharded. In its unit's forward it may be deleted, for that forward alone.
+            RuntimeError: if the parameter is sharded. During its unit's forward, deletion affects only this forward.
         """
         if self.look is not Look.COMPUTING and not self.is_exposed:
             raise RuntimeError(
@@ -369,17 +369,17 @@ class Presentation:
         return value is self._leaves[slot] or value is self._absent[slot]
 
     def _is_same(self, slot: int, value: Any) -> bool:
-        """Return whether a parameter is new, and its values and its memory are not."""
+        """Return whether a parameter is a new object with the values and memory of the leaf."""
         if not isinstance(value, nn.Parameter) or self._is_own(slot, value):
             return False
         needs_grad = self._leaves[slot].requires_grad
         return value.requires_grad is needs_grad and self._unsharded.is_same(slot, value)
 
     def _lendable(self, slot: int, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor that modules compute with, for a tensor that takes the place of a parameter for one call.
+        """Return the tensor that modules compute with, for a tensor that is passed for a single call.
 
         Raises:
-            RuntimeError: if it is not of the parameter's shape, as this rank's shard is not.
+            RuntimeError: if the shape is not the parameter's, for example because the tensor is a shard.
         """
         leaf = self._leaves[slot]
         if tensor.shape != leaf.shape or (is_dtensor(tensor) and not is_dtensor(leaf)):
@@ -393,8 +393,8 @@ class Presentation:
 
     def _show(self, slot: int, module: nn.Module, name: str, tensor: Tensor, *, is_lent: bool) -> None:
         """Show a lent tensor as attribute, or the parameter again."""
-        # A caller finds all places of a listed parameter by itself. A tensor for an unlisted one is shown in all places
-        # of the parameter but those that were given a tensor of their own.
+        # Callers find all places of a listed parameter themselves. A tensor for an unlisted parameter is shown in all
+        # of the parameter's places, except places with another lent tensor.
         at = [place[:2] for place in self._places[slot] if self._at[place[:2]][2] is None]
         self.lent.pop((module, name), None)
         others = [place for place in at if place != (module, name) and not self.lent.get(place)]
@@ -412,7 +412,7 @@ class Presentation:
                 lenders.discard(self)
 
     def refuse_lent(self, what: str, unit: str) -> None:
-        """Raise RuntimeError if modules of `unit` compute with tensors that were given for one call."""
+        """Raise RuntimeError if modules of `unit` compute with tensors that were passed for a single call."""
         for module, name in self.lent:
             raise RuntimeError(
                 f"{unit}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to compute "
@@ -421,7 +421,7 @@ class Presentation:
             )
 
     def changed(self) -> list[int]:
-        """Return the numbers of the parameters in one of whose places another tensor is now."""
+        """Return the numbers of the parameters with another tensor in any of their places."""
         leaves, absent = self._leaves, self._absent
         changed = set()
         for place, (attributes, slot, entry) in self._at.items():
@@ -437,10 +437,10 @@ class Presentation:
     def replacement(self, slot: int) -> nn.Parameter:
         """Return the parameter that a user has assigned where original number `slot` is used.
 
-        A load with ``assign=True`` assigns one to each of its places; they must be equal.
+        A load with ``assign=True`` assigns a parameter to each place; all of them must be equal.
 
         Raises:
-            ValueError: if there is none, or not the same one in all places.
+            ValueError: if no parameter was assigned, or not the same one in all places.
         """
         values = [place.module._parameters.get(place.name) for place in self._places[slot]]
         new = [value for value in values if value is not None and not self._has(value)]
@@ -461,7 +461,7 @@ class Presentation:
         """Return the `replacement`, between steps.
 
         Raises:
-            ValueError: besides, if a tie or hooks would be lost: of the parameter, only the values are kept.
+            ValueError: also if a tie or hooks would be lost, because only the values of the parameter are stored.
         """
         value, name = self.replacement(slot), self._places[slot][0].fqn
         if is_ours(value) or value._backward_hooks or value._post_accumulate_grad_hooks:
@@ -475,7 +475,7 @@ class Presentation:
         return value
 
     def take_back(self, slots: Sequence[int]) -> None:
-        """Take replacements out of the modules. An optimizer that was given a replacement raises an error."""
+        """Remove replacements from the modules. An optimizer that was given a replacement raises an error."""
         for slot in slots:
             note_stale(self.replacement(slot), f"a new value of {self._places[slot][0].fqn}, kept in its shard")
             for module, name, _ in self._places[slot]:
