@@ -1,4 +1,4 @@
-"""`AssignedAttributes` lets classes that override ``__setattr__`` follow the tensors shown in places of parameters."""
+"""`AssignedAttributes` updates modules whose classes override ``__setattr__`` when parameters are replaced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AssignedAttributes:
         try:
             setattr(self._module, name, tensor)
         except RuntimeError:
-            if not isinstance(tensor, Placeholder):  # a class that computes with each assigned tensor cannot with this
+            if not isinstance(tensor, Placeholder):  # the class may compute with each assigned tensor
                 raise
         finally:
             attributes["_parameters"] = listed
@@ -41,7 +41,7 @@ def attributes_seen_by(module: nn.Module) -> dict[str, Any] | AssignedAttributes
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module.__dict__
     if isinstance(module, nn.RNNBase):
-        # The method would move the weights into memory of cuDNN; the leaves are contiguous in the buffer already.
+        # This method would move weights to cuDNN's memory; the leaves are contiguous in the buffer already.
         module.__dict__["flatten_parameters"] = _leave_as_they_are
     return AssignedAttributes(module)
 

@@ -1,4 +1,4 @@
-"""Boxes of elements, and ranges of a row-major tensor as such: checkpoint files of other libraries hold boxes."""
+"""Boxes of elements, and conversions between boxes and ranges: other libraries' checkpoint files contain boxes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return all of a tensor of this shape."""
+        """Return a box of all elements of a tensor with this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
@@ -30,7 +30,7 @@ class Box:
         return math.prod(self.sizes)
 
     def moved(self, by: Sequence[int]) -> Box:
-        """Return the same box in a larger tensor, in which its own tensor begins at `by`."""
+        """Return the same box in a larger tensor, in which the box's tensor begins at `by`."""
         return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
 
     def ranges(self, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The calls that are running are found on Python's stack."""
+"""Functions that find running calls on Python's stack."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MODULE_CALL = nn.Module._call_impl.__code__  # runs around the forward of each m
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those around it, without the line numbers of `traceback.walk_stack`."""
+    """Yield a frame and its callers, without the line numbers of `traceback.walk_stack`."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def calls_on(stack: FrameType | None, methods: Mapping[CodeType, object]) -> Iterator[FrameType]:
-    """Yield the frames of a stack, the last call first, in which a method runs of the object that is given for it."""
+    """Yield the frames, the last call first, that run one of `methods` on the corresponding object."""
     for frame in frames_from(stack):
         if frame.f_code in methods and frame.f_locals.get("self") is methods[frame.f_code]:
             yield frame

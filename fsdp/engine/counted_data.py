@@ -1,9 +1,9 @@
-"""Parameters whose ``.data`` shares their version counter, so that writes through it are detected.
+"""Parameters whose ``.data`` shares their version counter, so that writes through ``.data`` are detected.
 
-For other tensors torch does not count writes through ``.data``.
+For other tensors, torch does not count writes through ``.data``.
 
-A tensor that is assigned to ``.data`` is copied to the shard at the next use. The shard moves to new memory then,
-because programs swap weights by ``.data``: a tensor or another parameter that has the present memory keeps its values.
+A tensor that is assigned to ``.data`` is copied to the shard at the next use. The shard then moves to new memory,
+because programs swap weights using ``.data``: other tensors and parameters with the old memory keep their values.
 Tensors that were read from the ``.data`` of other parameters of the shard share the new memory (`bring_seen`).
 """
 
@@ -35,7 +35,7 @@ class CountedParameter(nn.Parameter):
         self.__dict__.pop("_vector", None)
         _torchs.__set__(self, value)
         if not self.is_inference():
-            increment_version(self)  # so that a handle looks where the values are now
+            increment_version(self)  # so that a handle detects the new memory
 
 
 def _noted(param: Tensor, seen: Tensor) -> Tensor:
@@ -47,11 +47,11 @@ def _noted(param: Tensor, seen: Tensor) -> Tensor:
 
 
 def bring_seen(param: Tensor, memory: int) -> None:
-    """Let tensors that were read from ``param.data`` share the parameter's memory again, after that was moved.
+    """Share the parameter's new memory with tensors that were read from ``param.data`` before the memory moved.
 
     Args:
         param: a parameter whose ``.data`` was not assigned.
-        memory: the address of the storage where it was.
+        memory: the address of the parameter's old storage.
     """
     for one in param.__dict__.get("__seen__", ()):
         seen = one()
@@ -66,26 +66,26 @@ def counted(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
     if not is_dtensor(tensor):
         return nn.Parameter(tensor, requires_grad)
     _teach(type(tensor))
-    tensor.__dict__.update(_is_param=True, __counted__=True)  # what makes an `nn.Parameter`, without a copy
+    tensor.__dict__.update(_is_param=True, __counted__=True)  # marks it as `nn.Parameter`, without a copy
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-version_of = operator.attrgetter("_version")  # of a plain tensor: a number that rises when it is written
+version_of = operator.attrgetter("_version")  # of a plain tensor: increases with each write
 
 
 def version_of_dtensor(tensor: Tensor) -> int:
-    """Return a number that rises when a `DTensor` is written, or its local tensor, which counts by itself."""
+    """Return a number that increases when a `DTensor` or its local tensor, which has a separate counter, is written."""
     return tensor._version + held_part(tensor)._version
 
 
 @cache
 def _teach(dtensor: Any) -> None:
-    """Make `DTensor`s that are `counted` share their counter. Their class stays torch's, which other code checks."""
+    """Make `counted` `DTensor`s share their counter. Their class remains torch's, which other code checks."""
 
     def data(self: Tensor) -> Any:
         if "__counted__" not in self.__dict__:
             return _torchs.__get__(self)
-        with torch.inference_mode(False):  # in which `DTensor`s have no counters to share
+        with torch.inference_mode(False):  # in inference mode, `DTensor`s have no counters
             seen = self.detach()
         set_local_part(seen, held_part(self))  # which counts writes to local tensors
         return _noted(self, seen)
@@ -101,7 +101,7 @@ def _teach(dtensor: Any) -> None:
                 "torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)."
             )
         _torchs.__set__(self, value)
-        set_local_part(self, held_part(value))  # torch (2.13) leaves it with the local tensor it had
+        set_local_part(self, held_part(value))  # torch (2.13) keeps the old local tensor
         increment_version(self)
 
     dtensor.data = property(data, assign)

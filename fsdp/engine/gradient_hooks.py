@@ -30,7 +30,7 @@ class GradientHooks:
     ) -> None:
         self._flat_param, self._params, self._orig_params = flat_param, params, orig_params
         self.waiting: Tensor | None = None  # [shard_numel]
-        self.delivered: Sequence[nn.Parameter] = ()  # this backward has brought their gradients
+        self.delivered: Sequence[nn.Parameter] = ()  # with gradients from this backward
 
     def keep(self, reduced: Tensor) -> None:
         """Keep a reduced gradient ``[shard_numel]`` until backward has ended, or add it to the kept gradient."""
@@ -54,7 +54,7 @@ class GradientHooks:
                 if after is not grad:
                     part.copy_(after if orig_params is None else orig_params.elements_of(after))
         self._flat_param.shard_storage.accept(self._flat_param, reduced)
-        self._flat_param.shard_storage.copy_stream.settle()  # it is there when it is shown, and when hooks are called
+        self._flat_param.shard_storage.copy_stream.settle()  # so that it is complete when shown to optimizers and hooks
         self.delivered = [params[slot] for slot in slots]
 
     def end_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""`Ignored`: the modules and parameters that a unit leaves alone."""
+"""`Ignored`: the modules and parameters that a unit does not shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp.engine.originals import taken_by
 class Ignored:
     """`ignored_modules`, including all modules inside them, and `ignored_parameters`, which are not sharded.
 
-    A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
+    A parameter that an ignored module uses is also ignored in all other places, so ties are preserved.
     """
 
     modules: frozenset[nn.Module] = frozenset()
@@ -49,11 +49,11 @@ class Ignored:
             )
 
     def has(self, module: nn.Module, param: Tensor) -> bool:
-        """Return whether a parameter of a module is to be left alone."""
+        """Return whether a parameter of a module is ignored."""
         return module in self.modules or param in self.parameters
 
 
-_NOTHING = Ignored()  # of all units that ignore nothing
+_NOTHING = Ignored()  # shared by all units without ignored modules or parameters
 
 
 def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:

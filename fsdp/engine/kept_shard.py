@@ -1,9 +1,9 @@
-"""`KeptShard` keeps parameters over fewer ranks than shards are divided over, until they are used again.
+"""`KeptShard` keeps parameters sharded over fewer ranks than the optimizer's shards, until the next use.
 
-Three placements use it. ``reshard_after_forward=<int>`` keeps them from forward to backward, over the ranks of a
-machine for instance: backward all-gathers from those only. The idea is torch's, and that of ZeRO++ (Wang et al., 2023:
-hierarchical partitioning). Placements whose optimizer state is sharded along the replica axis as well keep them from a
-step to the next, along the shard axis: each use all-gathers along the shard axis only. The third is a subclass,
+Three placements use this class. ``reshard_after_forward=<int>`` keeps parameters from forward to backward, for example
+over the ranks of a machine: backward then all-gathers only from these ranks (an idea of torch and ZeRO++, Wang et al.,
+2023: hierarchical partitioning). Placements that also shard the optimizer state along the replica axis keep parameters
+across steps, along the shard axis: each use all-gathers along the shard axis only. The third is the subclass
 `fsdp.layers.host_copy.HostCopy`.
 """
 
@@ -19,14 +19,14 @@ from fsdp.distributed.devices import Arrival
 
 
 class KeptShard:
-    """This rank's shard of the parameters, over fewer ranks than the optimizer steps shards of.
+    """This rank's shard of the parameters, over fewer ranks than the shards that the optimizer steps.
 
     Args:
         comm: the ranks that keep the unsharded parameters together.
-        lasts: it is kept until `forget`; otherwise until the next `gather`.
+        lasts: If True, the shard is kept until `forget`; otherwise until the next `gather`.
 
     Attributes:
-        tag: its own among those of the communicator, once ranks have agreed.
+        tag: a separate tag of the communicator, once ranks have agreed.
     """
 
     def __init__(self, comm: Communicator, lasts: bool) -> None:
@@ -40,7 +40,7 @@ class KeptShard:
         return f"kept among {self.comm.world_size} of them"
 
     def alike(self) -> KeptShard:
-        """Return a new one over the same ranks."""
+        """Return a new object for the same ranks."""
         return KeptShard(self.comm, self.lasts)
 
     def padded(self, numel: int) -> int:
@@ -48,7 +48,7 @@ class KeptShard:
         return -(-numel // self.comm.world_size) * self.comm.world_size
 
     def arrived(self, full: Tensor, state: Hashable) -> None:
-        """Note that a buffer ``[padded]`` is unsharded, of shards in this state; it may be kept later."""
+        """Record that a buffer ``[padded]`` is unsharded, from shards in this state; it may be kept later."""
 
     def keep(self, full: Tensor, state: Hashable) -> None:
         """Keep this rank's shard of a buffer ``[padded]``, which was gathered from shards in this state."""
@@ -70,7 +70,7 @@ class KeptShard:
         return self.comm.all_gather(full, shard, what, tag)
 
     def take(self, name: str) -> Tensor:
-        """Return the shard that is kept; it is kept no longer, unless it lasts.
+        """Return the kept shard, which is then no longer kept unless it lasts.
 
         Raises:
             ValueError: if nothing is kept.
@@ -84,7 +84,7 @@ class KeptShard:
         return shard
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Release the kept shard."""
         self._wait()
         self._shard = None
 

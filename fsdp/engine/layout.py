@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _Layout = TypeVar("_Layout", bound="Layout")
 
-NO_SLOTS: frozenset[int] = frozenset()  # one for all handles: each empty set is an object of 216 bytes
+NO_SLOTS: frozenset[int] = frozenset()  # shared by all handles: each empty set is an object of 216 bytes
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Parameters in order, and for every rank the intervals that it keeps."""
+    """Parameters in order, and the intervals that each rank keeps."""
 
     slots: tuple[Slot, ...]
     world_size: int
@@ -96,10 +96,10 @@ class Layout(ABC):
 
         Args:
             named_shapes: the parameters.
-            world_size: how many ranks share them.
-            align: every parameter starts at a multiple of so many elements, and of a block; the gaps belong to none.
-            dims: for each, which dimension lies first; None is the first.
-            block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
+            world_size: the number of ranks that share them.
+            align: every parameter starts at a multiple of `align` and `block` elements; gaps belong to no parameter.
+            dims: for each parameter, the dimension that is stored first. Default: the first.
+            block: no rank's part of a parameter begins or ends inside a block of this number of its elements.
         """
         named = tuple((name, torch.Size(shape)) for name, shape in named_shapes)
         return _packed(cls, named, world_size, align, (0,) * len(named) if dims is None else tuple(dims), block)
@@ -122,7 +122,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def shard_numel(self) -> int:
-        """Elements of every rank's shard, padding included."""
+        """The number of elements of every rank's shard, including padding."""
 
     @abstractmethod
     def interval(self, slot: int, rank: int) -> Interval | None:
@@ -130,16 +130,16 @@ class Layout(ABC):
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of the gathered buffer: every rank's shard, padding included."""
+        """The number of elements of the gathered buffer: every rank's shard, including padding."""
         return self.shard_numel * self.world_size
 
     def intervals(self, rank: int) -> list[Interval]:
-        """All that `rank` keeps, in the order of the parameters."""
+        """Return all intervals that `rank` keeps, in the order of the parameters."""
         found = (self.interval(slot, rank) for slot in range(len(self.slots)))
         return [interval for interval in found if interval is not None]
 
     def padding(self, rank: int) -> int:
-        """Elements of the rank's shard that belong to no parameter."""
+        """Return the number of elements of the rank's shard that belong to no parameter."""
         return sum(self.paddings(rank))
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, full: Tensor) -> list[Tensor]:
-        """Every parameter in its shape, from a gathered buffer ``[padded_numel]``; views where possible."""
+        """Return every parameter in its shape, from a gathered buffer ``[padded_numel]``; views where possible."""
 
     @property
     def gathers_in_order(self) -> bool:
@@ -167,7 +167,7 @@ class Layout(ABC):
         return self.padded_numel if self.gathers_in_order else self.numel
 
     def views(self, unsharded: Tensor) -> list[Tensor]:
-        """Every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
+        """Return every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
         self._check(unsharded, self.unsharded_numel, "unsharded buffer")
         first = int(unsharded.storage_offset())
         return [unsharded.as_strided(slot.shape, slot.stride, first + slot.start) for slot in self.slots]
@@ -188,10 +188,10 @@ class Layout(ABC):
 
     @abstractmethod
     def clear_gaps(self, full: Tensor) -> None:
-        """Write zeros where a gathered buffer holds no parameter."""
+        """Write zeros to elements of a gathered buffer that belong to no parameter."""
 
     def leaving_out(self, slots: Collection[int]) -> Layout:
-        """Return a layout of the same numbers that has no room for these parameters, if that makes shards smaller."""
+        """Return a layout with the same numbers that omits these parameters, if this makes shards smaller."""
         return self
 
     def local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
@@ -205,7 +205,7 @@ class Layout(ABC):
     def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor: ...
 
     def vector_of(self, slot: int, value: Tensor) -> Tensor:
-        """Return a value as a vector, of which ranks keep their `interval`s; it shares memory if possible."""
+        """Return a value as a vector, of which ranks keep their `interval`s; memory is shared if possible."""
         return value.reshape(-1)
 
     def value_of(self, slot: int, vector: Tensor) -> Tensor:
@@ -244,9 +244,9 @@ def _packed(
 
 
 class ContiguousLayout(Layout):
-    """A flat vector that is divided into equal shards; its end is padded by less than `world_size` elements.
+    """A flat vector in equal shards, with less than ``world_size * block`` elements of padding at the end.
 
-    The gathered buffer *is* the flat vector, so parameters are views of it. These are FairScale's shards
+    The gathered buffer *is* the flat vector, so parameters are views of it. Shards are the same as FairScale's
     (the chunks of ``torch.chunk``, each padded to the size of the first). A shard has a multiple of `block` elements.
     """
 

@@ -12,20 +12,20 @@ FLATTEN_PART = "_fpw_module"
 _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
 
 
-# Name parts added by torch's own wrappers: of activation checkpointing, and of a compiled module.
+# Name parts added by torch's wrappers for compiled modules and activation checkpointing.
 _CHECKPOINT_PART = "_checkpoint_wrapped_module"
 _TORCH_PARTS = frozenset(("_orig_mod", _CHECKPOINT_PART))
 
 
 def clean_text(text: str) -> str:
-    """A message with the names in it cleaned."""
+    """Return a message with all names in it cleaned."""
     for part in _PARTS:
         text = text.replace(f"{part}.", "")
     return text
 
 
 def clean_name(name: str) -> str:
-    """`name` without the parts that wrappers put into it: ``a._fsdp_wrapped_module._fpw_module.b`` is ``a.b``."""
+    """Return `name` without parts added by wrappers: ``a._fsdp_wrapped_module._fpw_module.b`` is ``a.b``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 

@@ -1,7 +1,7 @@
-"""`Observers` are told of the events of a unit: traces, recordings, and the search for gradients that are not finite.
+"""`Observers` are notified of the events of a unit: for traces, recordings, and the search for nonfinite gradients.
 
-An observer is any object with methods named after events. The engine calls them, and knows nothing else of an observer.
-Without observers, an event costs a look at an empty tuple.
+An observer is any object with methods named after events. The engine uses only these methods.
+Without observers, an event only reads an empty tuple.
 
 | event | the engine calls | with |
 |---|---|---|
@@ -48,13 +48,13 @@ class Observers:
                 setattr(self, event, (*getattr(self, event), method))
 
     def detach(self, observer: Any) -> None:
-        """Call the observer's methods no more."""
+        """Stop calling the observer's methods."""
         for event in EVENTS:
             kept = [method for method in getattr(self, event) if method.__self__ is not observer]
             setattr(self, event, tuple(kept))
 
     def __deepcopy__(self, memo: Any) -> Observers:
-        return NONE  # a copy of a unit has none
+        return NONE  # a copy of a unit has no observers
 
     def __reduce__(self) -> Any:
         return _none, ()
@@ -67,11 +67,11 @@ def _none() -> Observers:
     return NONE
 
 
-NONE = Observers()  # of all units that have none
+NONE = Observers()  # shared by all units without observers
 
 
 class Observed(Protocol):
-    """A unit, as far as it is observed."""
+    """A unit with observers."""
 
     observers: Observers
 

@@ -1,8 +1,8 @@
-"""Original parameters for the optimizer: this rank's local shard of each, under its own name.
+"""Original parameters for the optimizer: this rank's local shard of each parameter, under the original name.
 
-With ``use_orig_params=True`` a flat parameter is not registered in modules; in the place of each parameter it was made
-of stands a `LocalShard`, a view of the shard. So optimizers have groups, learning rates and missing gradients per
-parameter, and everything else goes on with flat vectors: a step on local shards is a step on the shard.
+With ``use_orig_params=True``, modules do not list a flat parameter. Each original parameter is replaced by a
+`LocalShard`, a view of the shard. Optimizers then have groups, learning rates and missing gradients per parameter.
+All other code uses flat vectors: a step on local shards is a step on the shard.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fsdp.engine.user_attributes import Attributes, attributes_of, give_attribut
 
 
 class LocalShard(ListedParameter):
-    """This rank's local shard of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
+    """This rank's local shard of an original parameter: elements ``offset:offset + numel()`` in row-major order.
 
-    1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a shard of the local part.
+    1-D, and empty on ranks without elements of the parameter. For a `DTensor`, a shard of the local part.
     """
 
-    fqn: str  # from the wrapped module
+    fqn: str  # relative to the wrapped module
     unsharded_shape: torch.Size  # of the parameter, or of a DTensor's local part
     offset: int
-    owner: FlatParameter  # of whose shard it is a view
+    owner: FlatParameter  # the shard, of which this is a view
 
     @property
     def group(self) -> Hashable:
-        """The key that `group_by` gave it."""
+        """The key that `group_by` returned."""
         return self.owner.group
 
     @property
@@ -47,7 +47,7 @@ class LocalShard(ListedParameter):
 
     @property
     def has_unreduced(self) -> bool:
-        """True if gradients wait for their reduction, and this one was not zeroed."""
+        """True if gradients wait for a reduction, and this gradient was not zeroed."""
         return self.owner._has_unreduced and self.grad is not None
 
     @property
@@ -58,7 +58,7 @@ class LocalShard(ListedParameter):
     def of(
         cls, owner: FlatParameter, start: int, numel: int, requires_grad: bool, fqn: str, shape: torch.Size, offset: int
     ) -> LocalShard:
-        """Elements ``start:start + numel`` of the shard `owner`, whose version counter it shares."""
+        """Return elements ``start:start + numel`` of the shard `owner`, which share its version counter."""
         local = Tensor._make_subclass(cls, owner.detach()[start : start + numel], requires_grad)
         local.fqn, local.unsharded_shape, local.offset, local.owner = fqn, shape, offset, owner
         return local
@@ -87,7 +87,7 @@ class OrigParams(ListedParameters):
         self._grad: weakref.ref[Tensor] | None = None  # the shard's gradient, while local shards show it
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
         self.params = [self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))]
-        self._pointers: dict[int, int] = {}  # where each lies, as it was left
+        self._pointers: dict[int, int] = {}  # the last recorded address of each
         self.alias()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,33 +101,33 @@ class OrigParams(ListedParameters):
         give_attributes(param, self._flat_param.attributes[slot])
         return param
 
-    # `DTensorParams` overrides these: elements of a vector as a parameter shows them, and the other way round.
+    # `DTensorParams` overrides these conversions between elements of a vector and parameters.
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
-        """The elements of a parameter in a vector like the shard, in the shape of the local shard."""
+        """Return the elements of a parameter in a vector like the shard, in the shape of the local shard."""
         interval = self._intervals[slot]
         return shard[interval.offset : interval.offset + interval.numel] if interval else shard[:0]
 
     def _show(self, slot: int, local: Tensor) -> Tensor:
-        """Something in the form of a local shard that lies at these elements of a vector."""
+        """Return elements of a vector in the form of a local shard."""
         return local
 
     def _have(self, slot: int, local: Tensor) -> None:
-        """Let a local shard lie at these elements of the shard."""
+        """Make a local shard a view of these elements of the shard."""
         self.params[slot].data = local
         self._pointers[slot] = _pointer(self.params[slot])
 
     def _replaced(self) -> list[int]:
-        """Return the numbers of the local shards that lie elsewhere now."""
+        """Return the numbers of the local shards that use other memory now."""
         return [slot for slot, param in enumerate(self.params) if _pointer(param) != self._pointers[slot]]
 
     def elements_of(self, tensor: Tensor) -> Tensor:
-        """The elements of something in the form of a local shard, in their order there: its memory, or a copy."""
+        """Return the elements of a tensor in the form of a local shard, in order, as the same memory or a copy."""
         return tensor.detach()
 
     def given_gradient(self, slot: int) -> Tensor:
-        """The elements of the gradient that a local shard has, from users, autograd or us."""
-        return self.elements_of(self.params[slot].grad)  # type: ignore[arg-type]  # only for those that have one
+        """Return the elements of a local shard's gradient, which may be set by users, autograd or this library."""
+        return self.elements_of(self.params[slot].grad)  # type: ignore[arg-type]  # only called if there is a gradient
 
     def param_of(self, slot: int) -> nn.Parameter:
         return self.params[slot]
@@ -151,7 +151,7 @@ class OrigParams(ListedParameters):
 
     def follow_frozen(self) -> None:
         is_trained = True in self.requires_grad
-        if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
+        if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func do not support setting the flag
             self._flat_param.requires_grad_(is_trained)
 
     def _assigned(self, slot: int) -> Tensor:
@@ -174,10 +174,10 @@ class OrigParams(ListedParameters):
             )
         return given
 
-    @torch.inference_mode(False)  # or the shard could not be trained afterwards
+    @torch.inference_mode(False)  # else the shard could not be trained afterwards
     def _store(self, given: Mapping[int, Tensor]) -> None:
-        """Move the shard to new memory, with these values of local shards that were replaced."""
-        # Programs swap weights by `.data`: other tensors may have the present memory now, and keep its values.
+        """Move the shard to new memory, with these values of replaced local shards."""
+        # Programs swap weights by `.data`: other tensors may use the present memory now, and keep its values.
         flat, before = self._flat_param, self._flat_param.detach()
         flat.data = flat.shard_storage.allocate(flat.numel(), flat.dtype).view(flat.shape).copy_(before)
         shard = flat.detach()
@@ -197,7 +197,7 @@ class OrigParams(ListedParameters):
                 if param.grad is None or isinstance(param.grad, Placeholder):
                     continue
                 ours, given = self._of(grad, slot), self.given_gradient(slot)
-                if _address(given) != _address(ours):  # a loss uses the local shard directly
+                if _address(given) != _address(ours):  # a loss used the local shard directly
                     ours.add_(given)
         self.show_gradients(used, missed)
 
@@ -205,8 +205,8 @@ class OrigParams(ListedParameters):
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
         if grad is not None and not isinstance(grad, Placeholder):
-            # This tensor is the base of all views of it, which alone keep it alive until `zero_grad()`. A base is not
-            # made anew: a storage on disk detects by it whether users have kept the gradient.
+            # This tensor is the base of all gradient views, which alone keep it alive until `zero_grad()`. The base is
+            # not replaced: using it, a storage on disk detects whether users have kept the gradient.
             grad = grad.detach() if grad._is_view() else grad
             self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):
@@ -220,7 +220,7 @@ class OrigParams(ListedParameters):
                 param.grad = self._show(slot, local)
 
     def gradient_in(self, grad: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """A local shard's elements of a gradient of the shard, and those in the form of the local shard."""
+        """Return a local shard's elements of a gradient of the shard, also in the local shard's form."""
         local = self._of(grad, slot)
         return local, self._show(slot, local)
 
@@ -248,10 +248,10 @@ class OrigParams(ListedParameters):
             slot: self.given_gradient(slot)
             for slot, param in enumerate(self.params)
             if not (param.grad is None or isinstance(param.grad, Placeholder))
-        }  # if that raises, nothing has changed
+        }  # may raise before any change
         if self._flat_param.grad is None:
             shown = None if self._grad is None else self._grad()
-            # Where it was not shown by us, users have assigned gradients.
+            # If this library did not show a gradient, users have assigned gradients.
             flat = self._flat_param
             flat.grad = torch.zeros_like(flat.detach(), dtype=flat.grad_dtype) if shown is None else shown
         grad = self._flat_param.grad
@@ -271,10 +271,10 @@ _grad_of = operator.attrgetter("grad")
 
 
 def _pointer(tensor: Tensor) -> int:
-    # Of an empty one too: a rank that has nothing of a parameter must notice that it was replaced, as the others do.
+    # Also for empty tensors: ranks without elements of a parameter must detect that it was replaced, like other ranks.
     return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor lies; also an empty one, whose own pointer is null."""
+    """Return the address of a tensor, also of an empty tensor, whose own pointer is null."""
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())

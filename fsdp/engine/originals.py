@@ -1,6 +1,6 @@
-"""The original parameters that units have taken over: the new place of each, while a program still holds it.
+"""The original parameters that units have taken over: the new place of each, as long as it is referenced.
 
-A tied module outside of the unit may hold one, or an optimizer that was made too early.
+A tied module outside of the unit may refer to an original parameter, or an optimizer that was created too early.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Taken(NamedTuple):
 
     param: weakref.ref[nn.Parameter]
     description: str
-    flat_param: weakref.ref[FlatParameter] | None  # which has its values now; None for a summoned copy
-    slot: int  # its number there
-    lender: weakref.ref[Any] | None = None  # the unit that took it, if others may share it
+    flat_param: weakref.ref[FlatParameter] | None  # which contains the values now; None for a summoned copy
+    slot: int  # the parameter's number there
+    lender: weakref.ref[Any] | None = None  # the unit that took it, if other units may share it
 
     @property
     def is_used(self) -> bool:
@@ -38,17 +38,17 @@ class Taken(NamedTuple):
 # Parameters that a unit has taken over, by id, while they are still referenced: by a tied module outside of the
 # unit, or by an optimizer that was created too early.
 _taken: dict[int, Taken] = {}
-times_taken = [0]  # how many entries were set
+times_taken = [0]  # the number of entries that were set
 
 
 def taken_over(param: Tensor) -> Taken | None:
-    """Return the record of this original parameter, None if it belongs to no unit."""
+    """Return the record of this original parameter; None if no unit has taken it over."""
     taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
 
 def taken_by(param: Tensor) -> str | None:
-    """Return the name under which a unit took over this original parameter, None if none did."""
+    """Return the name under which a unit took over this original parameter; None if no unit did."""
     taken = taken_over(param)
     return None if taken is None else taken.description
 
@@ -89,7 +89,7 @@ def is_ours(param: Tensor) -> bool:
 
 def owner_of(param: Tensor) -> FlatParameter | None:
     """Return the shard of a listed parameter, which is the shard itself or a view of it; None for other parameters."""
-    owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
+    owner = getattr(param, "owner", None)  # not __dict__, which compilers of optimizers cannot trace
     return owner if isinstance(owner, FlatParameter) else None
 
 
@@ -107,7 +107,7 @@ def take_over(
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_refuse_gradient)
         for place in places:
-            place.module._parameters[place.name] = None  # the name keeps its place in the order of parameters
+            place.module._parameters[place.name] = None  # keeps the name's place in the order of parameters
 
 
 def _refuse_gradient(param: Tensor) -> None:
@@ -133,9 +133,9 @@ _IN_DDP = (
 
 
 def refuse_held(root: nn.Module) -> None:
-    """Raise RuntimeError if a module of a tree still holds an original parameter that was taken over.
+    """Raise RuntimeError if a module of a tree still refers to an original parameter that was taken over.
 
-    Warn of an original in an attribute of another parameter, which may be a mark that no computation reads.
+    Warn if an attribute of another parameter refers to an original, which may be a mark that no computation reads.
     """
     originals = {key: taken for key, taken in _taken.items() if taken.is_used}
     for path, module in root.named_modules() if originals else ():
@@ -159,7 +159,7 @@ _OF_MODULES = {"_parameters", "_buffers", "_modules"}
 
 
 def _set_on_parameters(module: nn.Module) -> Iterator[tuple[str, Attributes]]:
-    """Yield the names of a module's parameters, those in flat parameters included, and the attributes set on each."""
+    """Yield the names of a module's parameters, including parameters in flat parameters, and their attributes."""
     for name, param in module._parameters.items():
         if isinstance(param, FlatParameter):
             yield from zip(param.metadata()[0], param.attributes, strict=True)
@@ -168,7 +168,7 @@ def _set_on_parameters(module: nn.Module) -> Iterator[tuple[str, Attributes]]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an attribute holds: itself, or in lists, tuples, sets and dictionaries."""
+    """Yield the tensors of an attribute: the value itself, or the items of lists, tuples, sets and dictionaries."""
     ahead, seen = [value], set()
     while ahead:
         item = ahead.pop()

@@ -1,8 +1,8 @@
-"""`Participation`: the seam between the runtime and ranks that do different things.
+"""`Participation`: the interface between the runtime and ranks that run different modules.
 
-The runtime calls a `Participation` at the points where ranks may differ. By default all ranks run all units, in one
-order, and begin a backward together: each collective that the runtime issues is issued by the other ranks as well.
-Where ranks run different modules, or run out of batches, a subclass is attached to the runtime.
+The runtime calls a `Participation` at the points where ranks may differ. By default all ranks run all units in the same
+order, and begin a backward together: each collective of the runtime is issued by all ranks. If ranks run different
+modules, or run out of batches, a subclass is attached to the runtime.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fsdp.engine.unit import Unit
 
 
 class Participation:
-    """The questions that the runtime asks about other ranks, and its events. By default all ranks do the same.
+    """The runtime's questions about other ranks, and its events. By default all ranks do the same.
 
     Attributes:
-        is_uneven: ranks run, or recompute, different modules in the backward that runs.
+        is_uneven: ranks run, or recompute, different modules in the running backward.
         may_differ: ranks may run different modules in a unit.
     """
 
@@ -29,21 +29,21 @@ class Participation:
 
     @property
     def is_joining(self) -> bool:
-        """True if some ranks may have no more batches, and take part in other ranks' steps and in nothing else."""
+        """True if some ranks may have no more batches, and only take part in other ranks' steps."""
         return False
 
     @property
     def announced(self) -> Collection[FlatParamHandle]:
-        """The handles whose gradients only some ranks may bring in the backward that runs, which announce them."""
+        """The handles whose gradients may arrive on some ranks only in the running backward, and are announced then."""
         return ()
 
     @property
     def repeats_steps(self) -> bool:
-        """False if such ranks do nothing else after a step of an optimizer than the step."""
+        """False if finished ranks do nothing after an optimizer step except the step."""
         return True
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
-        """Collective. The forward of a unit begins, or (if it `is_outermost`) the forward of all."""
+        """Collective. The forward of a unit begins; if `is_outermost`, the forward of the model."""
 
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
         """Collective. The forward of a unit has ended."""
@@ -54,10 +54,10 @@ class Participation:
     def order(
         self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
     ) -> ExecutionOrder[Unit] | None:
-        """Return the order by which all ranks know which units come next; a unit is about to be unsharded.
+        """Return the order that predicts the next units on all ranks; a unit is about to be unsharded.
 
-        Returns None if other ranks do not know it. They have then been asked to take part in the all-gather, or all
-        ranks issue it together, and nothing may be prefetched.
+        Returns None if other ranks do not know the order. Then they have been requested to take part in the all-gather,
+        or all ranks issue it together, and no unit may be prefetched.
         """
         return usual
 
@@ -68,18 +68,18 @@ class Participation:
         """Collective. Backward has reached the outputs of a call for the first time.
 
         Raises:
-            RuntimeError: if other ranks no longer wait for that.
+            RuntimeError: if other ranks no longer wait for this.
         """
 
     def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
-        """Collective. A gradient is complete. Returns False if it is to be reduced at the end of backward only."""
+        """Collective. A gradient is complete. Returns False if it must be reduced only at the end of backward."""
         return True
 
     def end_backward(self) -> None:
         """Collective. Backward has ended on this rank."""
 
     def abandon(self) -> None:
-        """A forward or backward was given up."""
+        """A forward or backward was aborted."""
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         """Collective. Gradients are about to be clipped by their norm."""

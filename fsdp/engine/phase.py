@@ -10,12 +10,12 @@ class Phase(Enum):
 
     following: tuple[Phase, ...]  # the phases that may follow
 
-    SHARDED = auto()  # it has no memory; modules see placeholders
-    UNSHARDING = auto()  # allocated, the all-gather is in flight; nobody may read it
+    SHARDED = auto()  # without memory; modules see placeholders
+    UNSHARDING = auto()  # allocated, with the all-gather in flight; must not be read
     UNSHARDED = auto()  # complete and valid; modules see the leaves
 
 
-# On the members, because a dictionary of them would be slow: members have a hash of Python's.
+# Attributes instead of a dictionary of members, which would be slow because members are hashed in Python.
 Phase.SHARDED.following = (Phase.UNSHARDING,)
 Phase.UNSHARDING.following = (Phase.UNSHARDED, Phase.SHARDED)
 Phase.UNSHARDED.following = (Phase.SHARDED,)

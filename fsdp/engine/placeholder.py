@@ -1,6 +1,6 @@
 """Tensors without values: they have shape, dtype and device, and raise an error for all operations.
 
-On CPU a view of a freed storage crashes the interpreter, and an empty tensor instead causes unclear errors. A
+On CPU, a view of a freed storage crashes the interpreter, and an empty tensor instead causes unclear errors. A
 placeholder raises an error that names the missing parameter and the remedy.
 """
 
@@ -23,20 +23,20 @@ class Placeholder(Tensor):
     """A tensor without values; any operation on it raises `RuntimeError` with the message of the placeholder.
 
     Args:
-        like: has its shape and dtype.
-        template: of the message, in which `names` take the places of ``{}``.
-        names: of the parameter and its unit. The message is made when it is raised, since there are many placeholders.
-        device, dtype: other than those of `like`.
+        like: the tensor whose shape and dtype the placeholder has.
+        template: the error message; `names` replace ``{}``.
+        names: of the parameter and its unit. There are many placeholders, so messages are created when they are raised.
+        device, dtype: default to those of `like`.
         requires_grad: likewise.
     """
 
-    # Without a dictionary, of which there would be one for each parameter.
+    # Without a dictionary, which would be allocated for each parameter.
     __slots__ = ("_names", "_template", "listed", "stands_for")
 
     _template: str
     _names: tuple[str, ...]
-    stands_for: Tensor | None  # what is kept elsewhere, in its place
-    listed: Tensor | None  # the parameter that modules list in its place, which is frozen and thawed
+    stands_for: Tensor | None  # the tensor that is kept elsewhere
+    listed: Tensor | None  # the parameter that modules list in this place
 
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -90,14 +90,14 @@ class Placeholder(Tensor):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(self.message)
 
-    # These reach for the memory without passing the dispatcher.
+    # These access memory without using the dispatcher.
     data = property(_refuse, _refuse)
     numpy = tolist = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __copy__ = _refuse
-    # These would act on the placeholder, and be forgotten with it.
+    # These would change only the placeholder, and be lost with it.
     register_hook = register_post_accumulate_grad_hook = _refuse
 
     def requires_grad_(self, requires_grad: bool = True) -> Placeholder:
-        """Freeze or thaw the parameter that is listed in this place, if it is listed by itself."""
+        """Freeze or thaw the parameter that is listed in this place; raise RuntimeError if there is none."""
         if self.listed is None:
             raise RuntimeError(
                 f"{self.message} requires_grad={requires_grad} here would have no effect: freeze or thaw before "
@@ -115,15 +115,15 @@ class Placeholder(Tensor):
 
 
 class AbsentParameter(Placeholder):
-    """A placeholder for a parameter. Code that looks it up, as `nn.Module.get_parameter`, finds a parameter.
+    """A placeholder for a parameter. Functions such as `nn.Module.get_parameter` accept it as a parameter.
 
-    A placeholder has the gradient of the parameter that modules list in its place, if there is one.
+    The placeholder shows the gradient of the parameter that modules list in its place, if there is one.
     """
 
     _is_param = True
 
     def __getattr__(self, name: str) -> Any:
-        why = "" if name.startswith("_") else f" {self.message}"  # private ones are asked for before there is a message
+        why = "" if name.startswith("_") else f" {self.message}"  # private names may be read before there is a message
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'.{why}")
 
     @property
@@ -145,14 +145,14 @@ class ValuelessParameter(AbsentParameter):
     """A placeholder for a parameter that has no values on any rank, until values are stored."""
 
 
-# A placeholder is pickled only as a part of a model: by itself, values would be expected of it, and be found missing
-# when the file is read. Pickle has no callback for the end of an object, but it saves its state in order; so
-# a model's state ends with an `Arrival`.
+# A placeholder is only pickled as a part of a model: a separate pickle would be expected to contain values, and fail
+# when the file is read. Pickle has no callback for the end of an object, but it saves the object's state in order;
+# therefore a model's state ends with an `Arrival`.
 _under_way = 0
 
 
 class Arrival:
-    """A marker that pickle processes at the end of a model's state, or deletes if it fails before."""
+    """A marker that pickle processes at the end of a model's state, or deletes if pickling fails before."""
 
     _is_awaited = False
 
@@ -179,7 +179,7 @@ def depart() -> Arrival:
 
 @contextmanager
 def under_way() -> Iterator[None]:
-    """A model is being copied."""
+    """Mark that a model is being copied, inside this context."""
     _count(1)
     try:
         yield
@@ -270,7 +270,7 @@ def gradient_elsewhere(name: str, like: Tensor, gradient: Tensor) -> Placeholder
 
 
 def copy_as(leaf: nn.Parameter, placeholder: Placeholder) -> None:
-    """Make a leaf be copied and pickled as its placeholder within a model, and with its values if it is separate."""
+    """Copy and pickle a leaf as its placeholder if it is part of a model, and with its values if it is separate."""
     copies = _LeafCopies(leaf, placeholder)
     leaf.__dict__["__deepcopy__"], leaf.__dict__["__reduce_ex__"] = copies.copied, copies.reduced
 
@@ -294,7 +294,7 @@ class _LeafCopies:
         leaf = self._leaf()
         local = None if leaf is None else local_part(leaf)
         if leaf is None or local is None or type(local) not in (Tensor, nn.Parameter):
-            return self._placeholder  # of another class there is no telling
+            return self._placeholder  # other classes do not show whether memory is freed
         if local.numel() and not local.untyped_storage().nbytes():
             return self._placeholder
         apart = nn.Parameter(leaf.detach().clone(), leaf.requires_grad)

@@ -1,8 +1,8 @@
-"""`Placements` say where a unit's parameters, gradients and optimizer state are between uses.
+"""`Placements` define where a unit's parameters, gradients and optimizer state are between uses.
 
 The ranks of a unit form a mesh with two axes: the *shard axis* and the *replica axis*. For each axis and each kind of
 tensor there is a `Placement`. The collectives of a step follow from `stages`, a function of two placements. Sharding
-strategies are names of such values, and no strategy has code of its own. Everything here is pure arithmetic.
+strategies are names of such values, without separate code. This module contains only arithmetic.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Placement(Enum):
     """The part of a tensor that each rank along an axis holds.
 
     Members:
-        REPLICATED: all of it, the same on every rank.
-        SHARDED: its shard. `FullyShardedDataParallel` divides a flat vector, and `fully_shard` the rows of parameters.
-        PARTIAL: all of it, summed over the batches of this rank only. The sum over ranks is still to be computed.
+        REPLICATED: the whole tensor, the same on every rank.
+        SHARDED: a shard. `FullyShardedDataParallel` divides a flat vector, and `fully_shard` the rows of parameters.
+        PARTIAL: the whole tensor, summed over this rank's batches only. The sum over ranks is still to be computed.
         OWNED: whole tensors, each on a single rank.
     """
 
@@ -51,12 +51,12 @@ class Placed(NamedTuple):
         return f"({self.shard.name}, {self.replica.name})"
 
     def numel(self, padded_numel: int, sizes: Mapping[Axis, int]) -> int:
-        """Return how many elements each rank holds of a padded tensor; `sizes` are numbers of ranks by axis."""
+        """Return each rank's number of elements of a padded tensor; `sizes` are numbers of ranks by axis."""
         return padded_numel // prod(sizes[axis] for axis in Axis if self[axis.value] is SHARDED)
 
 
 class Collective(Enum):
-    """A collective along an axis, or a copy that needs none."""
+    """A collective along an axis, or a copy without communication."""
 
     ALL_GATHER = auto()
     REDUCE_SCATTER = auto()
@@ -75,12 +75,12 @@ _COLLECTIVES = {
     (OWNED, SHARDED): Collective.FROM_OWNERS,
 }
 
-# The number of times that a ring sends a tensor, but for the part of this rank.
+# The number of times that a ring sends a tensor, except this rank's part.
 _TIMES_SENT = {Collective.ALL_GATHER: 1, Collective.REDUCE_SCATTER: 1, Collective.ALL_REDUCE: 2, Collective.SLICE: 0}
 
 
 class Stage(NamedTuple):
-    """A collective along an axis. The placements of the tensor `before` and `after` it differ along this axis only."""
+    """A collective along an axis. The tensor's placements `before` and `after` it differ along this axis only."""
 
     collective: Collective
     axis: Axis
@@ -88,7 +88,7 @@ class Stage(NamedTuple):
     after: Placed
 
     def numel_sent(self, padded_numel: int, sizes: Mapping[Axis, int]) -> int:
-        """Return how many elements a rank sends; of owned tensors, that depends on which they are."""
+        """Return how many elements a rank sends; raise ValueError for owned tensors, where this depends on owners."""
         if self.collective not in _TIMES_SENT:
             raise ValueError(f"{self.collective.name}: the elements that are sent depend on the owners")
         numel = max(placed.numel(padded_numel, sizes) for placed in (self.before, self.after))
@@ -99,13 +99,13 @@ class Stage(NamedTuple):
 
 @cache
 def stages(source: Placed, target: Placed) -> tuple[Stage, ...]:
-    """Return the collectives that bring a tensor from one placement to another, in order.
+    """Return the collectives that convert a tensor from one placement to another, in order.
 
-    A tensor is divided along the shard axis first, and joined along the replica axis first: so every stage moves a
-    contiguous part of it.
+    A tensor is divided along the shard axis first, and joined along the replica axis first, so every stage uses a
+    contiguous part of the tensor.
 
     Raises:
-        ValueError: if no collective leads there.
+        ValueError: if no collectives convert between these placements.
     """
     joins = any(source[axis.value] is SHARDED and target[axis.value] is REPLICATED for axis in Axis)
     found, now = [], source
@@ -125,13 +125,13 @@ UNREDUCED = Placed(PARTIAL, PARTIAL)
 
 
 class ShardingStrategy(Enum):
-    """Names of `Placements`. Members of torch's enum with the same name are accepted as well.
+    """Names of `Placements`. Members of torch's enum with the same names are accepted as well.
 
     Members:
         FULL_SHARD: parameters, gradients and optimizer state are sharded over one group.
         SHARD_GRAD_OP: the same, and parameters stay unsharded from forward to backward (`reshard_after_forward` False).
         NO_SHARD: every rank has all parameters, and gradients are averaged over the group.
-        HYBRID_SHARD: sharded over the ranks of one group, and replicated over several such groups.
+        HYBRID_SHARD: sharded over the ranks of one group, and replicated over multiple such groups.
         _HYBRID_SHARD_ZERO2: the same, and parameters stay unsharded from forward to backward.
         SHARD_OPTIM: optimizer state is sharded (ZeRO-1); parameters are gathered and gradients reduced once per step.
         SHARD_OPTIM_GRADS: optimizer state and gradients are sharded (ZeRO-2); parameters are gathered once per step.
@@ -168,7 +168,7 @@ class ShardingStrategy(Enum):
 class Placements:
     """Define where a unit's parameters, gradients and optimizer state are between uses, along both axes of its mesh.
 
-    Each of the three is a `Placed`, a pair of placements. With a single process group there is no replica axis, and the
+    Each argument is a `Placed`, a pair of placements. With a single process group there is no replica axis, and the
     second placement of the pair has no effect. ::
 
         sharded = Placed(Placement.SHARDED, Placement.REPLICATED)
@@ -176,22 +176,22 @@ class Placements:
         zero_2 = Placements(parameters=unsharded, gradients=sharded, optimizer=sharded)
 
     Args:
-        parameters: between a step and the next, outside of the unit's forward and backward. Parameters that are less
-            sharded than the optimizer state are all-gathered once after each step, and kept until the next one.
-        gradients: after each backward. `PARTIAL` accumulates gradients without communication; the next optimizer step,
-            or the next function that needs them, reduces them.
-        optimizer: of the shard that the optimizer steps, and of its state.
-        reshard_after_forward: True frees parameters that are sharded between uses after forward as well; False keeps
+        parameters: the placements between steps, outside of the unit's forward and backward. Parameters that are less
+            sharded than the optimizer state are all-gathered once after each step, and kept until the next step.
+        gradients: the placements after each backward. `PARTIAL` accumulates gradients without communication; the next
+            optimizer step, or the next function that requires them, reduces them.
+        optimizer: the placements of the shard that the optimizer steps, and of the optimizer state.
+        reshard_after_forward: True also frees parameters after forward if they are sharded between uses; False keeps
             them unsharded until backward. A number shards them until backward over that many neighbouring ranks.
-            "host" copies them to host memory, from where backward takes them: each rank holds all of the model's
-            parameters there, in the dtype of the computation.
-        block_numel: no rank's shard of a parameter begins or ends inside of a block of this number of its elements, in
-            row-major order. `FullyShardedDataParallel` pads shards for it, and `fully_shard` raises an error for
-            rows that do not fit. Quantised parameters and 8-bit optimizer states have a scale for each block.
+            "host" copies them to host memory, from which backward copies them back: each rank then holds all of the
+            model's parameters in host memory, in the compute dtype.
+        block_numel: no rank's shard of a parameter begins or ends inside a block of this number of elements, in
+            row-major order. `FullyShardedDataParallel` pads shards for this, and `fully_shard` raises an error for
+            rows that do not fit. Quantised parameters and 8-bit optimizer states use a scale for each block.
 
     Raises:
-        TypeError: for a value that is no pair of placements, or no bool or int.
-        ValueError: for placements that do not fit together. The message names the placements that do.
+        TypeError: for a value that is not a pair of placements, or for an invalid `reshard_after_forward`.
+        ValueError: for inconsistent placements. The message names placements that can be used.
     """
 
     parameters: Placed
@@ -233,10 +233,10 @@ class Placements:
     def from_strategy(
         cls, strategy: Any = None, reshard_after_forward: bool | int | Literal["host"] = True
     ) -> Placements:
-        """Return the placements that a `ShardingStrategy` names, by default those of FULL_SHARD.
+        """Return the placements of a `ShardingStrategy`. Default: FULL_SHARD.
 
         Raises:
-            TypeError: for another value than a strategy.
+            TypeError: for a value that is not a strategy.
             ValueError: if the strategy and `reshard_after_forward` contradict each other.
         """
         named = ShardingStrategy.of(strategy)
@@ -263,14 +263,14 @@ class Placements:
 
     @classmethod
     def resolve(cls, placements: Any, strategy: Any, reshard_after_forward: bool | int | Literal["host"]) -> Placements:
-        """Return the placements that the arguments of a front door mean.
+        """Return the placements that correspond to the arguments of a front door.
 
         Raises:
             TypeError: for a value of another class.
-            ValueError: for arguments that contradict each other.
+            ValueError: for contradicting arguments.
         """
         if placements is None:
-            # 0 and 1 stand for False and True: a flag of a command line is often such a number.
+            # 0 and 1 are accepted as False and True: flags of a command line are often such numbers.
             check_reshard(reshard_after_forward)
             is_flag = reshard_after_forward in (0, 1)
             return cls.from_strategy(strategy, bool(reshard_after_forward) if is_flag else reshard_after_forward)
@@ -285,10 +285,10 @@ class Placements:
         return placements
 
     def strategy(self, is_hybrid: bool) -> ShardingStrategy | None:
-        """Return the name of these placements, None if they have no name.
+        """Return the name of these placements; None if they have no name.
 
         Args:
-            is_hybrid: there is a replica axis beside the shard axis.
+            is_hybrid: True if there is a replica axis besides the shard axis.
         """
         plain = self if self.block_numel == 1 else replace(self, block_numel=1)
         named = (each for each, value in _NAMED.items() if value == plain and each.is_hybrid is is_hybrid)
@@ -296,7 +296,7 @@ class Placements:
 
     @property
     def gather(self) -> tuple[Stage, ...]:
-        """Return the stages from the shards that were stepped to the parameters between uses, once after a step."""
+        """Return the stages from the updated shards to the parameters between uses, which run once after a step."""
         return stages(self.optimizer, self.parameters)
 
     @property
@@ -311,12 +311,12 @@ class Placements:
 
     @property
     def settle(self) -> tuple[Stage, ...]:
-        """Return the stages from the gradients of backwards to those that the optimizer steps with."""
+        """Return the stages from the gradients of backwards to the gradients that the optimizer uses."""
         return stages(self.gradients, self.optimizer)
 
     @cached_property
     def keeps_parameters(self) -> bool:
-        """True if parameters are kept less sharded than the optimizer state, from a step to the next."""
+        """True if parameters are kept less sharded than the optimizer state, across steps."""
         return bool(self.gather)
 
     @cached_property
@@ -331,14 +331,14 @@ class Placements:
 
     @property
     def is_nested(self) -> bool:
-        """True if shards are divided along the replica axis again."""
+        """True if shards are divided again along the replica axis."""
         return self.optimizer.replica is SHARDED
 
     def in_rows(self, is_sharded: bool) -> Placements:
-        """Return these placements if `DTensor`s can have them, whose mesh has dimensions to shard over or not.
+        """Return these placements if `DTensor`s support them; `is_sharded`: the mesh contains dimensions to shard over.
 
         Raises:
-            NotImplementedError: for shards that are divided along the replica axis again.
+            NotImplementedError: for shards that are divided again along the replica axis.
             ValueError: if the mesh does not fit.
         """
         if self.is_nested:
@@ -364,7 +364,7 @@ class Placements:
 
 
 def check_reshard(given: Any) -> None:
-    """Raise TypeError unless this is a value of `reshard_after_forward`."""
+    """Raise TypeError unless this is a valid type of `reshard_after_forward`."""
     if not isinstance(given, int) and given != "host":
         raise TypeError(f'reshard_after_forward must be True, False, a number of ranks or "host", got {given!r}')
 
@@ -378,7 +378,7 @@ def _pair(name: str, given: Any) -> Placed:
 
 
 def _check(axis: Axis, parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
-    """Raise ValueError for placements along an axis that do not fit together."""
+    """Raise ValueError for inconsistent placements along an axis."""
     along = f"along the {axis.name.lower()} axis"
     if OWNED in (parameters, gradients, optimizer):
         raise ValueError(
@@ -417,7 +417,7 @@ _NAMED: dict[ShardingStrategy, Placements] = {
     ShardingStrategy.NO_SHARD: Placements(parameters=UNSHARDED, gradients=UNSHARDED, optimizer=UNSHARDED),
 }
 
-# Strategies that reshard after forward, and those that do not.
+# Strategies that reshard after forward, and the corresponding strategies that do not.
 _KEPT = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,

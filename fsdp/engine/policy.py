@@ -1,4 +1,4 @@
-"""`Policy` has the settings of one unit: when it is resharded and prefetched, and how far its gradients go."""
+"""`Policy` contains the settings of a unit: when it is resharded and prefetched, and how gradients are reduced."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class Policy:
-    """The settings that users make for a unit: resharding, prefetching, and the reduction of its gradients.
+    """The user's settings for a unit: resharding, prefetching, and the reduction of gradients.
 
     Attributes:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
-        keeps_without_backward: a unit that is not resharded after a forward stays so, also if no backward will come.
-        keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
-        keeps_for_inference: it stays between forwards without gradients, and is not compared with its shards there.
-        part_of: a unit that was made in the same call, and is outermost for this one as well.
+        keeps_without_backward: a unit that is not resharded after a forward stays unsharded, even without a backward.
+        keeps_as_root: as the outermost unit, stay unsharded from forward to backward, which begins with this unit.
+        keeps_for_inference: stay unsharded between forwards without gradients, without comparison with the shards.
+        part_of: a unit created in the same call; if it is outermost, this unit counts as outermost as well.
         keeps_memory: resharding keeps the memory of the unsharded parameters.
-        unshard_in_backward: whether its backward needs its parameters.
-        forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
-        sync: how far the gradients of the next backwards go.
-        is_last_backward: whether the next backward is the last backward of a step, as far as a user says.
-        predivide, postdivide: factors by which gradients are divided before and after they are summed.
+        unshard_in_backward: whether backward requires the parameters.
+        forward_prefetch, backward_prefetch: units to unshard ahead. Default: the units that are expected next.
+        sync: the stages of the reduction that the next backwards run.
+        is_last_backward: whether the user has declared the next backward as the last of a step.
+        predivide, postdivide: divisors of gradients before and after they are summed.
         fills_unused: whether a parameter that no rank used gets a gradient of zeros.
-        comm_hook: the user's own reduce-scatter; None for ours.
-        all_reduce_hook: a user's function that a reduction ends with.
-        reductions_in_flight: so many reductions may go on while another one is started; of a root, the most counts.
-        bucket_bytes: of a root, small gradients go together up to this much; 0 sends each by itself.
+        comm_hook: the user's reduce-scatter. Default: None, the library's reduce-scatter.
+        all_reduce_hook: a user's function that runs at the end of a reduction.
+        reductions_in_flight: the maximum number in flight when another starts; a root uses the maximum of its units.
+        bucket_bytes: maximum size of a root's buckets of small gradients; 0 sends each gradient separately.
     """
 
     reshard_after_forward: bool
@@ -67,7 +67,7 @@ class Policy:
         postdivide: float,
         bucket_bytes: int,
     ) -> Policy:
-        """Return the settings of a unit that was just made."""
+        """Return the settings of a new unit."""
         is_kept, reshards = placements.keeps_unsharded, placements.reshard_after_forward
         deferred = GradientSync.SHARDS if placements.reduce else GradientSync.NONE
         return cls(
@@ -87,9 +87,9 @@ class Policy:
         return not self.is_last_backward and self.sync is GradientSync.NONE
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Follow a setting of the user, also for the outermost unit."""
+        """Apply a user's setting, also to the outermost unit."""
         self.reshard_after_forward, self.keeps_as_root = reshard, False
 
     def of_copy(self) -> Policy:
-        """Return the settings of a copied unit, with which other units may not be copied."""
+        """Return the settings of a copied unit, without references to other units, which may not be copied."""
         return replace(self, part_of=None, forward_prefetch=None, backward_prefetch=None, keeps_for_inference=False)

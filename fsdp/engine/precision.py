@@ -1,6 +1,6 @@
 """The dtypes of a unit.
 
-There are four dtypes: the dtype of the shard, which the optimizer updates (the parameters' own); the dtype of the
+There are four dtypes: the dtype of the shard, which the optimizer updates (the parameters' own dtype); the dtype of
 unsharded parameters and of computation; the dtype of gradient sums; and the dtype of buffers. `MixedPrecision` sets
 the last three, and `Precision` contains the resulting dtypes of a unit, from a policy or from FairScale's flags.
 """
@@ -74,12 +74,12 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 class InputCast(Enum):
-    """The inputs that a unit casts to the dtype of its computation."""
+    """The inputs that a unit casts to its compute dtype."""
 
     NONE = auto()
-    OUTERMOST = auto()  # only where no unit of mixed precision is around it (FairScale's way)
+    OUTERMOST = auto()  # only if no outer unit uses mixed precision (as in FairScale)
     ALWAYS = auto()
-    WIDEN = auto()  # 16-bit ones to float32
+    WIDEN = auto()  # 16-bit inputs to float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +93,15 @@ class Precision:
     inputs: InputCast = InputCast.NONE
     kept: tuple[type[nn.Module], ...] = ()
     grads: torch.dtype | None = None  # of the shards' gradients, between backward and step
-    required: torch.dtype | None = None  # of the parameters that are trained
+    required: torch.dtype | None = None  # of the trained parameters
     reduces_in_own: bool = False  # without `reduce`, gradients are sent in `grads` or the parameters' own dtype
-    override: Callable[[nn.Parameter], torch.dtype | None] | None = None  # a user's, see `leaves`
+    override: Callable[[nn.Parameter], torch.dtype | None] | None = None  # the user's function, see `leaves`
 
     def describe(self) -> dict[str, str]:
-        """Return all of it as text, the same on all ranks that have the same."""
-        kept = sorted(kind.__qualname__ for kind in self.kept)  # given in any order
+        """Return all fields as text, for comparison across ranks."""
+        kept = sorted(kind.__qualname__ for kind in self.kept)  # users may pass any order
         settings = vars(self) | {"kept": kept}
-        del settings["override"]  # the dtypes that it returned are compared with the parameters
+        del settings["override"]  # the returned dtypes are compared with the parameters
         return {name: str(value) for name, value in settings.items()}
 
     @classmethod
@@ -126,7 +126,7 @@ class Precision:
         buffer_dtype: torch.dtype | None,
         force_input_to_fp32: bool,
     ) -> Precision:
-        """Return the precision that FairScale's arguments ask for, with its defaults; contradictions are errors."""
+        """Return the precision for FairScale's arguments and defaults; raise ValueError for contradictions."""
         check_dtype("compute_dtype", compute_dtype)
         check_dtype("buffer_dtype", buffer_dtype)
         if not mixed_precision:
@@ -157,7 +157,7 @@ class Precision:
         return self.compute is not None
 
     def without_casts(self) -> Precision:
-        """Return the precision of modules that are kept as they are."""
+        """Return the precision of modules that keep their own dtype."""
         return replace(self, compute=None, reduce=None, grads=None, buffers=None, required=None, inputs=InputCast.NONE)
 
     def in_own_dtype(self) -> Precision:
@@ -165,7 +165,7 @@ class Precision:
         return replace(self, compute=None, grads=None, override=None)
 
     def leaves(self, name: str, param: nn.Parameter) -> bool:
-        """Return whether the user's function keeps a parameter from being cast; ValueError for any third dtype."""
+        """Return whether the user's function excludes a parameter from casts; ValueError for any third dtype."""
         dtype = None if self.override is None else self.override(param)
         if dtype in (None, self.compute):
             return False
@@ -181,22 +181,22 @@ class Precision:
         return own if self.compute is None or not own.is_floating_point else self.compute
 
     def input_dtype(self, kind: str) -> torch.dtype | None:
-        """Return the dtype of inputs on this kind of device; None leaves them.
+        """Return the dtype to which inputs on this kind of device are cast; None does not cast them.
 
-        As in FairScale, a unit that leaves its computation in float32 to autocast has the inputs of autocast's dtype.
+        As in FairScale, inputs use autocast's dtype if a unit computes in float32 under autocast.
         """
         if self.inputs is InputCast.OUTERMOST and self.compute == torch.float32:
             return autocast_dtype(kind) or self.compute
         return self.compute
 
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of such parameters are sent."""
+        """Return the dtype in which gradients of parameters of dtype `own` are sent."""
         if self.reduce is not None and own.is_floating_point:
             return self.reduce
         return (self.grads or own) if self.reduces_in_own else self.compute_dtype(own)
 
     def for_param(self, param: Tensor) -> Precision:
-        """Return the precision for a parameter, with the dtype of gradients that a user has set in its `grad_dtype`."""
+        """Return the precision for a parameter, using a gradient dtype that the user has set as `grad_dtype`."""
         if param.grad_dtype is None:  # any
             return self.with_grads(self.reduce or self.compute_dtype(param.dtype))
         if param.grad_dtype != param.dtype:
@@ -204,11 +204,11 @@ class Precision:
         return self if self.grads is None or param.is_floating_point() else replace(self, grads=None)
 
     def with_grads(self, dtype: torch.dtype) -> Precision:
-        """Return the precision for parameters whose gradients have a dtype that a user has set."""
+        """Return the precision for parameters with a gradient dtype set by the user."""
         return replace(self, grads=dtype, reduces_in_own=True)
 
     def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
-        """Raise ValueError for a parameter that cannot be trained like this."""
+        """Raise ValueError for a parameter that cannot be trained with this precision."""
         if not requires_grad or dtype.is_complex:
             return
         if self.required is not None and dtype != self.required:
@@ -228,13 +228,13 @@ class Precision:
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on this kind of device; None where it does not."""
+    """Return the dtype to which autocast casts on this kind of device; None if it does not cast."""
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_cast else None
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype] | None = None) -> Any:
-    """Return the same nest with its floating-point tensors (of `only` these dtypes) in `dtype`; None leaves them."""
+    """Cast floating-point tensors (of `only` these dtypes) in nested containers to `dtype`; None does not cast."""
 
     if dtype is None:
         return tree
@@ -248,7 +248,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype
 
 
 class Buffers:
-    """The floating-point buffers of a unit: kept in `dtype` for computation, and shown as they were when asked for."""
+    """The floating-point buffers of a unit: cast to `dtype` for computation, and restored on request."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -263,7 +263,7 @@ class Buffers:
         self.narrow()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Ids mean nothing in a copy, and its tensors count their versions anew.
+        # Ids are not valid in a copy, and version counters of copies start again.
         unchanged = [(cast, source) for cast, version, source in self._sources.values() if cast._version == version]
         return self.__dict__ | {"_sources": unchanged}
 
@@ -272,7 +272,7 @@ class Buffers:
         self.__dict__.update(state | {"_sources": sources})
 
     def narrow(self) -> None:
-        """Show them in the dtype of computation."""
+        """Cast the buffers to the compute dtype."""
         self._replace(self._narrowed)
 
     def widen(self) -> None:
@@ -290,9 +290,9 @@ class Buffers:
         cast, version, source = self._sources.pop(id(buffer), (None, 0, buffer))
         return source if buffer is cast and buffer._version == version and source.dtype == own else buffer.to(own)
 
-    @torch.inference_mode(False)  # or buffers that are cast in inference could not be written to in training
+    @torch.inference_mode(False)  # else buffers cast in inference mode could not be written in training
     def _replace(self, new: Callable[[Tensor, torch.dtype], Tensor]) -> None:
-        done: dict[int, tuple[Tensor, Tensor]] = {}  # buffers that several modules share stay shared
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # buffers shared by multiple modules stay shared
         for module, name, own in self._places:
             buffer = module._buffers.get(name)
             if buffer is not None:
@@ -304,7 +304,7 @@ class Buffers:
 def kept_modules(modules: Iterable[nn.Module], precision: Precision) -> dict[nn.Module, list[nn.Module]]:
     """Return a unit's modules that keep their precision, outer before inner, each with all modules inside it.
 
-    Modules that would not be cast are not included: a unit that computes in float32 leaves their inputs to autocast.
+    Modules without a cast are not included: inputs of a unit that computes in float32 may be cast by autocast.
     """
     kept: dict[nn.Module, list[nn.Module]] = {}
     seen: set[nn.Module] = set()
@@ -343,7 +343,7 @@ class _Casts:
             if tensor is not None and tensor.is_floating_point()
         )
         self._first = next(tensors, None)
-        self._came_in: list[torch.dtype | None] = []  # of the calls that are running; a module may call itself
+        self._came_in: list[torch.dtype | None] = []  # of the running calls; a module may call itself
 
     def widen(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         dtypes: set[torch.dtype] = set()

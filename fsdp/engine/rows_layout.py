@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rank's maximum number of rows of a parameter in the rows layout.
+    """The maximum rows of a parameter per rank in the rows layout.
 
-    Rows are its slices along `dim`. The rows of a rank are consecutive, in the order of the contiguous local tensor.
+    Rows are slices along `dim`. The rows of a rank are consecutive, in the order of the contiguous local tensor.
     """
 
-    shape: torch.Size  # of the parameter; of a scalar, that of its only row
-    dim: int  # along which it is divided
-    rows: int  # of the chunk; those of the last ranks may be short, or empty
-    offset: int  # where it begins in a shard
+    shape: torch.Size  # of the parameter; for a scalar, the shape of a single row
+    dim: int  # the divided dimension
+    rows: int  # of the chunk; the last ranks' chunks may be short or empty
+    offset: int  # in the shard
 
     @cached_property
     def total(self) -> int:
-        """Rows of the parameter."""
+        """The number of rows of the parameter."""
         return self.shape[self.dim]
 
     def of_rows(self, rows: int) -> torch.Size:
-        """Return the shape of a local tensor with so many rows."""
+        """Return the shape of a local tensor with this number of rows."""
         return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
 
     @cached_property
@@ -56,22 +56,22 @@ class Chunk:
 
     @cached_property
     def full_ranks(self) -> int:
-        """The number of ranks that have a full chunk."""
+        """The number of ranks with a full chunk."""
         return self.total // self.rows if self.rows and self.row_numel else 0
 
     @cached_property
     def rest(self) -> int:
-        """Rows of the rank after those."""
+        """The number of rows of the rank after the ranks with full chunks."""
         return self.total - self.full_ranks * self.rows if self.row_numel else 0
 
 
 class RowsLayout(Layout):
-    """Every parameter divided along its `dim` into `world_size` chunks of equal numbers of rows: ``Shard`` of DTensor.
+    """Divides every parameter along its `dim` into `world_size` chunks of equally many rows: ``Shard`` of DTensor.
 
-    A short or empty chunk is padded, so that every rank's shard has the same size. A scalar counts as a single row. In
+    Short or empty chunks are padded, so every rank's shard has the same size. A scalar counts as a single row. In
     the gathered buffer the chunks of a parameter are ``shard_numel`` apart, so `unpack` copies.
 
-    Chunks with a multiple of `align` elements begin at such a multiple and precede the other chunks, without gaps.
+    Chunks with a multiple of `align` elements begin at such a multiple and precede all other chunks, without gaps.
     """
 
     @cached_property
@@ -82,7 +82,7 @@ class RowsLayout(Layout):
             shape = slot.shape or torch.Size([1])
             chunks.append(Chunk(shape, slot.dim, -(-shape[slot.dim] // self.world_size), slot.start))
         if not self.gathers_in_order:
-            # Gaps would be sent: what leaves the next chunk where it should not begin comes last.
+            # Gaps would be sent: chunks that would misalign the next chunk are therefore last.
             offset = 0
             for number in sorted(range(len(chunks)), key=lambda number: chunks[number].numel % self.align > 0):
                 chunks[number] = replace(chunks[number], offset=offset)
@@ -108,7 +108,7 @@ class RowsLayout(Layout):
         return self.world_size == 1
 
     def rows(self, slot: int, rank: int) -> tuple[int, int]:
-        """First row and the row after the last that `rank` keeps of parameter number `slot`."""
+        """Return the first row, and the row after the last, that `rank` keeps of parameter number `slot`."""
         chunk = self._chunks[slot]
         return min(rank * chunk.rows, chunk.total), min((rank + 1) * chunk.rows, chunk.total)
 
@@ -118,12 +118,12 @@ class RowsLayout(Layout):
         return self._chunks[slot].of_rows(last - first) if self.slots[slot].shape else self.slots[slot].shape
 
     def local_place(self, slot: int, rank: int) -> tuple[torch.Size, tuple[int, ...], int]:
-        """Return where a parameter lies in the rank's shard, in its own shape: size, stride and beginning."""
+        """Return the place of a parameter's local tensor in the rank's shard: size, stride and offset."""
         size, interval = self.local_shape(slot, rank), self.interval(slot, rank)
         return size, torch.empty(size, device="meta").stride(), interval.offset if interval else 0
 
     def local_box(self, slot: int, rank: int) -> Box:
-        """Return the elements that the rank keeps of a parameter; they lie in its shard in row-major order."""
+        """Return the elements of a parameter that the rank keeps, in row-major order in the shard."""
         sizes = self.local_shape(slot, rank)
         first = self.rows(slot, rank)[0]
         from fsdp.engine.boxes import Box  # for files and sharded state
@@ -173,12 +173,12 @@ class RowsLayout(Layout):
     def places(self, full: Tensor) -> list[list[Tensor]]:
         self._check(full, self.padded_numel, "gathered buffer")
         first = int(full.storage_offset())
-        # Strides are computed once: this is done for every gradient, and views of views take their time.
+        # Strides are cached: this runs for every gradient, and views of views are slow.
         return [[full.as_strided(size, stride, first + at) for size, stride, at in each] for each in self._geometry]
 
     @cached_property
     def _geometry(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], ...]:
-        """The places of each parameter: size, stride and beginning."""
+        """The places of each parameter: size, stride and offset."""
         found = []
         for chunk in self._chunks:
             places = []
@@ -206,7 +206,7 @@ class RowsLayout(Layout):
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """The unused ranges of shards, each with the first rank where it is unused."""
+        """The unused ranges of shards, each with the first rank for which the range is unused."""
         found, stop = [], 0
         for chunk in sorted(self._chunks, key=lambda chunk: (chunk.offset, chunk.stop)):
             found.append((0, stop, chunk.offset))
@@ -231,16 +231,16 @@ class RowsLayout(Layout):
         return replace(self, slots=tuple(left))
 
 
-torch.serialization.add_safe_globals([RowsLayout])  # as the other kind, in `flat_param`
+torch.serialization.add_safe_globals([RowsLayout])  # like the other layout, in `flat_param`
 
 
 class Arrangement:
-    """A buffer to all-gather into, and the views from which and to which its parameters are copied.
+    """A buffer to all-gather into, and the views for copies from it to the unsharded parameters.
 
-    Like leaves, all of it is made once; the buffer has memory during an all-gather only.
+    Like the leaves, all tensors are created once; the buffer has memory only during an all-gather.
 
     Args:
-        layout: does not gather parameters in the order in which they are shown.
+        layout: a layout that gathers parameters in another order than they are unsharded.
         unsharded: ``[layout.unsharded_numel]`` or more.
     """
 

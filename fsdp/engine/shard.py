@@ -16,9 +16,9 @@ class Shard:
     """This rank's shard of a flat parameter, whose original parameters were removed from their modules."""
 
     flat_param: FlatParameter
-    places: Sequence[Sequence[ParamInfo]]  # where each original parameter is used, first the place that names it
-    listed_at: Sequence[tuple[nn.Module, str]] = ()  # the modules, and names there, that list the flat parameter itself
-    new_listed: Callable[..., ListedParameters] = ListedParameters  # makes what modules and optimizers list
+    places: Sequence[Sequence[ParamInfo]]  # of each original parameter; the first place names the parameter
+    listed_at: Sequence[tuple[nn.Module, str]] = ()  # modules and names that list the flat parameter
+    new_listed: Callable[..., ListedParameters] = ListedParameters  # creates the listed parameters
     is_kept: bool = True  # a few ranks may keep gathered parameters, see `KeptShard`
-    new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # makes its unsharded parameters
-    is_replicated: bool = False  # every rank has all of it
+    new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # creates the unsharded parameters
+    is_replicated: bool = False  # every rank has the whole flat parameter

@@ -1,4 +1,4 @@
-"""`FlatParamShardMetadata` says which elements of which parameters a rank's shard holds, in the terms of FSDP1."""
+"""`FlatParamShardMetadata` describes which elements of which parameters a rank's shard contains, as in FSDP1."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class FlatParamShardMetadata(NamedTuple):
     The fields have the same names and contents as in FSDP1's class of this name.
 
     Attributes:
-        param_names: their names, from the unit's module.
-        param_shapes: their unsharded shapes; local shapes, of `DTensor`s on other dimensions of a mesh.
+        param_names: names relative to the unit's module.
+        param_shapes: unsharded shapes; local shapes for `DTensor`s on other dimensions of a mesh.
         param_strides: the strides of these shapes, in row-major order.
         param_contiguities: True for each.
-        param_numels: their unsharded numbers of elements.
+        param_numels: unsharded numbers of elements.
         param_offsets: the first and the last of the elements in the shard, in row-major order. If a parameter is
             sharded along a dimension other than the first, elements are counted with this dimension moved to the
             front.

@@ -1,4 +1,4 @@
-"""`ShardValues` writes values of original parameters to this rank's shard, where loads and users bring them."""
+"""`ShardValues` writes values of original parameters to this rank's shard, for loads and users' assignments."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ShardValues:
     """The values of the parameters in one flat parameter's shard.
 
     Args:
-        flat_param: this rank's shard, whose fingerprints it takes over.
-        layout: where each parameter is in it.
+        flat_param: this rank's shard; its fingerprints are moved to this object.
+        layout: the layout of the parameters.
         rank: the number of the shard.
         listed: the parameters that modules list.
-        presentation: shows parameters that have their first values to modules.
+        presentation: shows parameters to modules when they get their first values.
 
     Attributes:
-        fingerprints: of the parameters as this rank has seen them at wrapping; None after the ranks have compared them,
-            and if there are no other ranks.
+        fingerprints: of the parameters on this rank at wrapping; None after the ranks have compared them, and if there
+            are no other ranks.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ShardValues:
 
     @property
     def local_shards(self) -> list[Tensor]:
-        """This rank's shard of each parameter: flat views of the shard, empty where it has nothing of it."""
+        """This rank's shard of each parameter: flat views of the shard, empty if this rank has no elements."""
         return self._layout.local_shards(self._flat_param.vector, self._rank)
 
     def local_shard(self, slot: int) -> Tensor:
@@ -56,7 +56,7 @@ class ShardValues:
         """Store this rank's shard of an unsharded parameter's new value."""
         part, packing = self._flat_param.parts[slot], self._flat_param.packings[slot]
         with torch.no_grad():
-            value = value if packing is None or is_dtensor(value) else packing.pack(value)  # a `DTensor` is of bytes
+            value = value if packing is None or is_dtensor(value) else packing.pack(value)  # a `DTensor` contains bytes
             rows = self._listed.local_shard_of(slot, value)
             if rows is None:
                 value = values_of(value if part is None else part.to_local(self._layout.slots[slot].name, value))
@@ -67,16 +67,16 @@ class ShardValues:
         self._end_lack(slot)
 
     def keep(self, slot: int, value: nn.Parameter) -> None:
-        """Store this rank's shard of a value that a user has given an unsharded parameter.
+        """Store this rank's shard of a value that a user has assigned to an unsharded parameter.
 
         Raises:
-            ValueError: if it has another shape or `requires_grad`, or no values.
+            ValueError: for a different shape or `requires_grad`, or a value without data.
         """
         self.check(slot, value)
         self.store(slot, value)
 
     def check(self, slot: int, value: nn.Parameter) -> None:
-        """Raise ValueError for a value without values, or with another `requires_grad` than the parameter."""
+        """Raise ValueError for a value without data, or with a different `requires_grad` than the parameter."""
         name = self._layout.slots[slot].name
         if value.is_meta:
             raise ValueError(f"{name} has no values now: what was assigned is on meta")
@@ -96,7 +96,7 @@ class ShardValues:
         """Let `read` write this rank's shard of a parameter, if any."""
         if (own := self.local_shard(slot)).numel():
             read(own)
-        self.touch()  # also because memory may be written past its counter
+        self.touch()  # also because writes to memory may not be counted
         self.renewed([slot])
 
     def fill_local(self, value: Tensor, slot: int | None = None) -> None:
@@ -108,25 +108,25 @@ class ShardValues:
         self._flat_param.shard_storage.release()
 
     def touch(self) -> None:
-        """Count as changed, also on ranks without elements of it: else they would not take part in an all-gather."""
+        """Mark the shard as changed, also on ranks without elements, which must take part in the next all-gather."""
         increment_version(self._flat_param)
 
     def renewed(self, slots: Iterable[int]) -> None:
-        """Record that the shard has new values of parameters, or their first values."""
+        """Record that the shard contains new or first values of parameters."""
         self.note_written(slots)
         if self._flat_param.valueless:
             for slot in slots:
                 self._end_lack(slot)
 
     def _end_lack(self, slot: int) -> None:
-        """The shard has this parameter's values now, if it had none."""
+        """Record that the shard contains values of this parameter, if there were none before."""
         if slot in self._flat_param.valueless:
             self._flat_param.valueless -= {slot}
             self._listed.give_memory([slot])
             self._presentation.reveal(slot)
 
     def note_written(self, slots: Iterable[int]) -> None:
-        """Take note that these parameters were given new values, on purpose."""
+        """Record that these parameters were given new values intentionally."""
         if self.fingerprints is not None:
             self.fingerprints.forget(slots)
 

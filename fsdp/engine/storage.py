@@ -1,7 +1,7 @@
-"""`ShardStorage` keeps a unit's shards and their gradients while they are not computed with: on the compute device.
+"""`ShardStorage` stores a unit's shards and their gradients between uses: on the compute device.
 
-Each flat parameter has a storage, which gives it memory, brings the shard to the compute device when it is gathered,
-and takes in the reduced gradients. Subclasses keep shards in host memory or in files (`fsdp.layers.offload`).
+Each flat parameter has a storage, which allocates memory, copies the shard to the compute device for all-gathers, and
+accumulates reduced gradients. Subclasses keep shards in host memory or in files (`fsdp.layers.offload`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class ShardStorage:
 
     flat_parameter: type[FlatParameter] = FlatParameter
     local_shard: type[LocalShard] = LocalShard
-    is_elsewhere = False  # the shard has to be brought to the compute device
-    keeps_shards = False  # shards and gradients stay where they are when the module is moved
-    is_resident = True  # shard and gradient are on the compute device, and nothing is to be done for that
-    files: Any = None  # the mapped files that hold shards, of storages on disk
-    state_device: torch.device | None = None  # of tensors of state dicts; None leaves them on the compute device
+    is_elsewhere = False  # the shard must be copied to the compute device
+    keeps_shards = False  # shards and gradients stay in place when the module is moved
+    is_resident = True  # shard and gradient are on the compute device without copies
+    files: Any = None  # the mapped files that contain shards, for storages on disk
+    state_device: torch.device | None = None  # of tensors in state dicts. Default: the compute device
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,17 +37,17 @@ class ShardStorage:
         return copy_stream_of(self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros ``[numel]`` for a shard, where shards live."""
+        """Allocate zeros ``[numel]`` for a shard, on the device where shards are kept."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def adopt(self, flat_param: FlatParameter) -> None:
         """Store a shard whose values were moved or cast (``module.to(...)``)."""
 
     def read_ahead(self) -> None:
-        """The shard will be wanted soon."""
+        """Prepare a shard that will be required soon."""
 
     def release(self) -> None:
-        """The shard and its gradient are not wanted soon."""
+        """Release a shard and a gradient that will not be required soon."""
 
     def check(self, what: str, state: Iterable[Any] = ()) -> None:
         """Raise RuntimeError if the values, or the values of the optimizer's `state`, cannot be read and written."""
@@ -57,7 +57,7 @@ class ShardStorage:
         self.check(what, state)
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
-        """Return the shard on the compute device in `dtype`; the shard itself if it is that already."""
+        """Return the shard on the compute device in `dtype`; the shard itself if possible."""
         return flat_param.vector.to(self.device, non_blocking=True).to(dtype)
 
     def brought(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
@@ -71,5 +71,5 @@ class ShardStorage:
         return shard
 
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
-        """Add a reduced gradient ``[shard_numel]``, of the shard's dtype and on the compute device, to the shard's."""
+        """Add a reduced gradient ``[shard_numel]`` on the compute device in the kept dtype to the shard's."""
         flat_param.hold_gradient(reduced)

@@ -1,4 +1,4 @@
-"""Tensors inside of the containers that modules take and return."""
+"""Functions on tensors in containers that modules receive and return."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.nn.utils.rnn import PackedSequence
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return the same nested lists, tuples, mappings and dataclasses with `function` applied to their tensors.
 
-    Other values are unchanged. Containers without a change are returned themselves, so types that cannot be rebuilt
-    are a problem only if a value inside must be replaced. A container inside of itself stays there as it is.
+    Other values are unchanged. Containers without a change are returned themselves, so unsupported types only cause an
+    error if a value inside must be replaced. A container that contains itself is not changed there.
     """
     return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree, {})[0]  # nearly always a tensor
 
 
-# The results by the ids of trees, with the trees, which keep their ids in use.
+# Results by ids of trees, with references to the trees, so that ids are not used again.
 _Seen = dict[int, tuple[Any, tuple[Any, bool]]]
 
 
 def _mapped(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple[Any, bool]:
-    """The new tree, and whether it is another. By a flag, because compilers cannot tell containers from each other."""
+    """Return the new tree and whether it is new; a flag, because compilers cannot compare containers by identity."""
     if isinstance(tree, Tensor):
         new = function(tree)
         return new, new is not tree
@@ -38,7 +38,7 @@ def _mapped(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple[
 
 
 def _rebuilt(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple[Any, bool]:
-    if isinstance(tree, PackedSequence):  # whose sizes stay on the host
+    if isinstance(tree, PackedSequence):  # the sizes stay on the host
         values = _changed(function, seen, {name: getattr(tree, name) for name in tree._fields if name != "batch_sizes"})
         return (tree._replace(**values), True) if values else (tree, False)
     if isinstance(tree, (list, tuple)):
@@ -59,7 +59,7 @@ def _rebuilt(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple
 
 
 def _changed(function: Callable[[Tensor], Any], seen: _Seen, values: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the new values of those that change."""
+    """Return the new values of items that change."""
     results = {key: _mapped(function, value, seen) for key, value in values.items()}
     return {key: value for key, (value, changed) in results.items() if changed}
 
@@ -69,14 +69,14 @@ def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any
     attributes = getattr(copied, "__dict__", {}) if isinstance(mapping, dict) else {}
     for key, value in changed.items():  # not update(): some outputs of models refuse it
         copied[key] = value
-        if attributes.get(key) is mapping[key]:  # the class has its items as attributes too
+        if attributes.get(key) is mapping[key]:  # the class stores items as attributes, too
             attributes[key] = value
     return copied
 
 
 def _copy(mapping: Mapping[Any, Any]) -> Any:
     if isinstance(mapping, dict) and type(mapping).copy is dict.copy:
-        # This method returns a plain dictionary for any subclass, and the constructor of a subclass may take anything.
+        # This method returns a plain dictionary for any subclass, and a subclass's constructor may have any arguments.
         copied = type(mapping).__new__(type(mapping))
         dict.update(copied, mapping)
         getattr(copied, "__dict__", {}).update(getattr(mapping, "__dict__", {}))

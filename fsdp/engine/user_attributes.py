@@ -1,4 +1,4 @@
-"""The attributes that users set on parameters are set on whatever stands for these."""
+"""Attributes that users set on parameters are copied to all tensors that replace these parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Attributes = dict[str, Any]
 
 
 def attributes_of(param: Tensor) -> Attributes:
-    """Return the attributes that users have set on a parameter, and not its class."""
+    """Return the attributes that users have set on a parameter, without attributes of its class."""
     found = vars(param)
     if not found:
         return {}
