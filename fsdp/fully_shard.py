@@ -1,7 +1,7 @@
 """`fully_shard`: parameters become `DTensor`s in their own modules, without a wrapper.
 
-The unit has the same schedule and collectives as a unit of `FullyShardedDataParallel`. The layout differs (every
-parameter is sharded along one of its dimensions), and so do the parameters that modules list.
+The unit uses the same schedule and collectives as a unit of `FullyShardedDataParallel`. The layout differs (every
+parameter is sharded along one of its dimensions), and so do the listed parameters.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 
     from fsdp.layers.dtensor_params import DataParallelSpread
 
-    _Base = nn.Module  # which it is always mixed with
+    _Base = nn.Module  # always the other base class
 else:
     _Base = object
 
 
 @dataclass
 class DataParallelMeshDims:
-    """The dimensions of a `DeviceMesh` that are for data parallelism; torch's class is taken too.
+    """The dimensions of a `DeviceMesh` for data parallelism; torch's class is accepted as well.
 
     Attributes:
-        shard: the name of the dimension to shard over, or of several that are one for this.
-        replicate: of the dimension to replicate over, if there is one.
+        shard: the name of the dimension to shard over, or of multiple dimensions that are used as one.
+        replicate: the name of the dimension to replicate over, if any.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -113,37 +113,36 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     placements: Placements | None = None,
 ) -> Any:
-    """Shard the parameters of a module that no module inside has sharded: each becomes a `DTensor`.
+    """Shard all parameters of a module that no inner module has sharded: each becomes a `DTensor`.
 
-    Call it on inner modules first, then on those around them; one module's parameters, and the next one's (or small
-    ones' of up to 1 MiB), are unsharded at a time. The module stays what it is and where it is; its class becomes
-    ``FSDP<Class>``, a subclass of its own, with the methods of `FSDPModule`. Make the optimizer afterwards.
+    Call this on inner modules first, then on outer modules; only the running module and the next module (or small
+    modules of up to 1 MiB) are unsharded at a time. The module is changed in place; its class becomes ``FSDP<Class>``,
+    a subclass with the methods of `FSDPModule`. Create the optimizer afterwards.
 
-    Modules of a list are one unit: all are unsharded when the first of them computes, and resharded when each has, or
-    at the end of the forward that they are in. ``fully_shard.state(module)`` returns the state of a sharded module, the
-    same for all in a list; None for others.
+    A list of modules becomes a single unit: all are unsharded when the first module computes, and resharded when all
+    have computed, or at the end of the outer forward. ``fully_shard.state(module)`` returns the state of a sharded
+    module, which is the same for all modules of a list; None for other modules.
 
-    Every rank must do the same in the same order, with the same values; ranks compare both at the first use.
+    Every rank must make the same calls in the same order, with the same values; ranks compare both at the first use.
 
     Args:
-        module: a module with a forward that is called (a plain ``ModuleList`` has none), or several modules. A module
+        module: a module whose forward is called (a plain ``ModuleList`` has no forward), or multiple modules. A module
             may have no parameters, or only parameters of inner sharded modules.
-        mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
-            means all ranks, on CUDA if a parameter is there or the default process group serves it. Parameters that
-            are elsewhere are brought to the mesh's device.
-        reshard_after_forward: reshard parameters after forward, and all-gather them again for backward. None does so
-            but for the outermost module, which needs its own at once; True for that as well. False keeps all. A number
-            shards them between forward and backward over that many neighbouring ranks, of a machine for instance, from
-            which backward all-gathers: more memory. Making their groups is collective over the mesh. "host" copies
-            them to host memory, from where backward takes them, see `Placements`.
-        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``; or
-            torch's ``ShardPlacementResult`` with a mesh besides: modules inside that have parameters on another mesh
-            are sharded over that one first.
+        mesh: the ranks to shard over; on a 2-D mesh, parameters are replicated over dim 0 and sharded over dim 1.
+            Default: all ranks, on CUDA if any parameter is there or the default process group supports it. Parameters
+            on other devices are moved to the mesh's device.
+        reshard_after_forward: whether to reshard parameters after forward, and all-gather them again for backward. None
+            excludes the outermost module, which backward uses first; True includes it. False keeps all unsharded. A
+            number shards them between forward and backward over that many neighbouring ranks, for example of a machine:
+            more memory. Creating groups is collective over the mesh. "host" uses host memory, see `Placements`.
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)``, or None for ``Shard(0)``; or torch's
+            ``ShardPlacementResult``, which may contain another mesh: inner modules with parameters on another mesh are
+            sharded over that mesh first.
         mp_policy: see `MixedPrecisionPolicy`.
-        offload_policy: `CPUOffloadPolicy`; or `OffloadPolicy`, or None, which do not offload.
-        ignored_params: are left as they are, and their gradients are not summed over the ranks.
-        dp_mesh_dims: a `DataParallelMeshDims`, which names the dimensions of `mesh` to shard and to replicate over.
-            Parameters that are `DTensor`s on all of `mesh` must be replicated along these; modules compute with such.
+        offload_policy: `CPUOffloadPolicy`; `OffloadPolicy` and None do not offload.
+        ignored_params: parameters that are not sharded, and whose gradients are not summed over ranks.
+        dp_mesh_dims: a `DataParallelMeshDims` with the names of dimensions of `mesh` to shard and to replicate over.
+            `DTensor` parameters on all of `mesh` must be replicated along these; modules compute with such `DTensor`s.
         placements: `fsdp.Placements` of the module's parameters, gradients and optimizer state, instead of
             `reshard_after_forward`.
 
@@ -152,10 +151,10 @@ def fully_shard(
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for what is no module, no mesh, and for parameters of torch's quantised dtypes.
+        TypeError: for a value that is not a module or mesh, and for parameters of torch's quantised dtypes.
         ValueError: for containers without a forward, and modules that are sharded already; for `DTensor`s that are
-            not on another dimension of the same mesh; for placements that a parameter cannot have; for dtypes that
-            cannot be trained as asked.
+            not on another dimension of the same mesh; for placements that a parameter does not support; for dtypes that
+            cannot be trained with the given policy.
         NotImplementedError: for parameters without dimensions on a 2-D mesh.
     """
     modules = _outermost(module)
@@ -175,7 +174,7 @@ def fully_shard(
     device = current_device(mesh.device_type)
     options = Options(
         disable_reshard_on_root=reshard_after_forward is None,
-        mixed_precision=precision_of(mp_policy),  # the whole module in one dtype, batch norms too, as in torch
+        mixed_precision=precision_of(mp_policy),  # the whole module in one dtype, including batch norms, as in torch
         offload="cpu" if is_offloaded(offload_policy) else None,
         compute_device=device,
     )
@@ -205,24 +204,24 @@ def fully_shard(
 
 
 def _settle_ties(unit: Unit, *_: Any) -> None:
-    """Make parameters that a user has tied one parameter, before values are loaded into it."""
+    """Tie parameters again that a user has tied, before values are loaded into them."""
     tie_assigned(each for _, each in units_in(unit))
 
 
 def _take_in(unit: Unit, *_: Any) -> None:
-    """Keep in the shards what was assigned, by ``load_state_dict(assign=True)`` too, so that optimizers may be made."""
+    """Store assigned values in the shards, also of ``load_state_dict(assign=True)``, before optimizers are created."""
     for handle in unit.handles:
         handle.absorb()
 
 
 class DTensorForm:
-    """The form of `fully_shard`: modules list, and optimizers see, a `DTensor` for each parameter.
+    """The form of `fully_shard`: modules list a `DTensor` for each parameter, which optimizers step.
 
     Args:
-        spread: of parameters over the ranks.
-        replicas: how many ranks hold the same shards.
-        placement_of: says along which dimension a parameter is sharded; None is the first.
-        mp_policy: for the methods of parameters that say how they are all-gathered.
+        spread: the distribution of parameters over ranks.
+        replicas: the number of ranks that hold the same shards.
+        placement_of: returns along which dimension a parameter is sharded. Default: the first.
+        mp_policy: passed to methods of parameters that customize the all-gather.
     """
 
     lists_parts, names_shards = True, False
@@ -236,8 +235,8 @@ class DTensorForm:
     ) -> None:
         self._spread, self._replicas = spread, replicas
         self._placement_of, self._mp_policy = placement_of, mp_policy
-        self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
-        self._parts: dict[str, MeshPart | None] = {}  # of those that are on a mesh already
+        self._dims: dict[str, int] = {}  # the sharded dimension of each parameter, by name
+        self._parts: dict[str, MeshPart | None] = {}  # of parameters that are on a mesh already
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
         for param, places in found.items():
@@ -255,7 +254,7 @@ class DTensorForm:
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
         from fsdp.layers.dtensor_params import DTensorParams  # imports DTensor, which takes a second
-        from fsdp.layers.extended_params import ExtendedParameters  # as this does
+        from fsdp.layers.extended_params import ExtendedParameters  # like this import
 
         new_orig_params, shards = partial(DTensorParams, spread=self._spread), []
         groups = [params for _, params in group(found, unit.precision_at, self._kind_of)]
@@ -264,14 +263,14 @@ class DTensorForm:
             # Scalars are unsharded on every rank, as if all ranks were replicas.
             is_replicated = params[0].dim() == 0
             ranks = {"rank": 0, "world_size": 1, "replicas": unit.comm.world_size} if is_replicated else {}
-            # Where ranks are nothing but replicas, they would send each other the gaps.
+            # If ranks are only replicas, gaps would be sent.
             are_replicas = is_replicated or unit.comm.world_size == 1
             align = 1 if are_replicas and unit.comm.world_size * self._replicas > 1 else ALIGNED
             flat_param = make(params, align=align, layout_type=RowsLayout, dims=dims, **ranks)
             flat_param.parts = tuple(self._parts[found[param][0].fqn] for param in params)
             places = [found[param] for param in params]
             shard = Shard(flat_param, places, (), new_orig_params, is_replicated=is_replicated)
-            if holds_extended(params[0]):  # what its methods make cannot be kept among a few ranks
+            if holds_extended(params[0]):  # results of its methods cannot be kept on fewer ranks
                 modules = {used[0].fqn: used[0].module for used in places}
                 given = {"modules": modules, "mesh": self._spread.mesh, "mp_policy": self._mp_policy}
                 shard = replace(shard, is_kept=False, new_unsharded=partial(ExtendedParameters, **given))
@@ -283,7 +282,7 @@ class DTensorForm:
     def _dim_of(self, name: str, param: nn.Parameter) -> int:
         """Return the dimension along which a parameter is sharded."""
         wanted = None if self._placement_of is None or param.dim() == 0 else self._placement_of(param)
-        wanted = getattr(wanted, "placement", wanted)  # of torch's ShardPlacementResult
+        wanted = getattr(wanted, "placement", wanted)  # for torch's ShardPlacementResult
         if wanted is None:
             return 0
         dim = getattr(wanted, "dim", None)
@@ -295,13 +294,13 @@ class DTensorForm:
         return dim % param.dim()
 
     def _kind_of(self, name: str, param: nn.Parameter) -> Hashable:
-        """Return what tells parameters apart that do not share a flat parameter."""
+        """Return a key; only parameters with the same key share a flat parameter."""
         part = self._parts[name]
         return param.dim() == 0, holds_extended(param), None if part is None else part.kind
 
 
 def _placements(given: Placements | None, reshard_after_forward: Any, spread: DataParallelSpread) -> Placements:
-    """Return where the parameters are to be; the mesh decides whether they are sharded at all."""
+    """Return the placements of the unit; the mesh determines whether parameters are sharded at all."""
     reshards = True if reshard_after_forward is None else reshard_after_forward
     check_reshard(reshards)
     if given is None:
@@ -311,7 +310,7 @@ def _placements(given: Placements | None, reshard_after_forward: Any, spread: Da
 
 
 def _outermost(given: Any) -> list[Any]:
-    """Return the modules that were given, without those that are inside of others among them."""
+    """Return the given modules without modules that are inside other given modules."""
     if not isinstance(given, (list, tuple)):
         return [given]
     if not given:
@@ -336,7 +335,7 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
     refuse_torchs_units(module)
     refuse_fake_tensors(module)
-    _fsdp_class(type(module))  # type: ignore[arg-type]  # whose class may allow no subclass
+    _fsdp_class(type(module))  # type: ignore[arg-type]  # raises if the class cannot be subclassed
 
 
 def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
@@ -355,7 +354,7 @@ fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 class UnshardHandle:
-    """An all-gather of `FSDPModule.unshard` that is on its way."""
+    """An all-gather in flight, started by `FSDPModule.unshard`."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -368,14 +367,14 @@ class UnshardHandle:
 
 
 class GradientReductionHandle:
-    """A reduction of `FSDPModule.finalize_backward`, which has ended."""
+    """A completed reduction of `FSDPModule.finalize_backward`."""
 
     def wait(self) -> None:
-        """Return: the gradients are complete."""
+        """Return immediately, because the gradients are complete."""
 
 
 class _RefusesDistributedDataParallel:
-    """The names that `DistributedDataParallel` is to ignore: an error, unless a user has set them on the module."""
+    """The names that `DistributedDataParallel` should ignore: an error, unless a user has set them on the module."""
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
@@ -384,55 +383,55 @@ class _RefusesDistributedDataParallel:
 
 
 class FSDPModule(_Base):
-    """The class, mixed into ``FSDP<Class>``, of modules whose parameters are sharded by `fully_shard`."""
+    """The class of modules whose parameters `fully_shard` has sharded, mixed into ``FSDP<Class>``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # ``type(module)(...)`` makes another module of the original class, which is not sharded.
+        # ``type(module)(...)`` creates a module of the original class, which is not sharded.
         return cls.__mro__[2](*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield as `nn.Module.named_modules`."""
+        """Yield the same as `nn.Module.named_modules`."""
         on_demand.refuse_separate_backwards(_of(self))
         return super().named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what `nn.Module` does: of modules that are unsharded, the unsharded parameters, otherwise `DTensor`s.
+        """Yield the same as `nn.Module`: unsharded parameters of modules that are unsharded, otherwise `DTensor`s.
 
-        Between passes a `DTensor` that has a gradient is listed in any case, for clipping, zeroing or stepping it. A
-        tensor that a user has assigned to a parameter is stored in its shard first.
+        Between passes, a `DTensor` with a gradient is always listed, for clipping, zeroing and optimizer steps. A
+        tensor that a user has assigned to a parameter is stored in the shard first.
         """
         on_demand.refuse_separate_backwards(_of(self))
         units = _units(self, recurse=True)
         _of(self).end_left_forward()
-        with suppress(RuntimeError):  # which the next forward raises
+        with suppress(RuntimeError):  # the next forward raises it
             tie_assigned(units)
         for handle in [handle for unit in units if unit.state is TrainingState.IDLE for handle in unit.handles]:
-            with suppress(RuntimeError):  # which the next forward raises
+            with suppress(RuntimeError):  # the next forward raises it
                 handle.absorb_noticed()
         shown = _unsharded_in(units)
         for name, param in super().named_parameters(*args, **kwargs):
             yield name, shown.get(param, param)
 
     def extra_repr(self) -> str:
-        """Return the module's line of ``print(model)``, with its parameters and how much of them this rank holds."""
+        """Return the module's line of ``print(model)``, with its parameters and the bytes on this rank."""
         own, sharded = super().extra_repr(), on_demand.summary(unit_of(self))
         return ", ".join(filter(None, [own, sharded and f"sharded: {sharded}"]))
 
     @uncompiled
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Collective. Unshard the module's own parameters, until `reshard`, or the end of its next forward.
+        """Collective. Unshard the module's own parameters, until `reshard` or the end of its next forward.
 
-        Inner sharded modules keep theirs sharded. ``parameters()`` lists the unsharded ones until then.
+        Inner sharded modules remain sharded. ``parameters()`` lists the unsharded parameters until then.
 
         Args:
-            async_op: return at once; the next forward waits by itself, everybody else by the handle's ``wait()``.
+            async_op: If True, return at once. The next forward waits; other users must call ``wait()`` of the result.
 
         Raises:
             RuntimeError: naming parameters without values.
         """
         unit = _of(self)
         if not (runtime := runtime_of(unit)).is_computing:
-            runtime.ensure_idle("unshard")  # a backward that failed has left units unsharded on some ranks only
+            runtime.ensure_idle("unshard")  # a failed backward may leave units unsharded on some ranks only
         on_demand.require_values_everywhere(unit, "unshard", recurse=False)
         with outside_modes():
             unit.unshard()
@@ -444,30 +443,30 @@ class FSDPModule(_Base):
 
     @uncompiled
     def wait_for_unshard(self) -> None:
-        """Return when an ``unshard(async_op=True)`` is done."""
+        """Wait until an ``unshard(async_op=True)`` is complete."""
         if _of(self).is_unsharding:
             UnshardHandle(_of(self)).wait()
 
     @uncompiled
     def reshard(self) -> None:
-        """Free the memory of the module's own unsharded parameters. The shards keep what was written to them.
+        """Free the memory of the module's own unsharded parameters. Written values are stored in the shards.
 
         Raises:
-            RuntimeError: while the module computes; for a written value that the shards cannot keep.
+            RuntimeError: while the module computes; for a written value that the shards cannot store.
         """
         (unit := _of(self)).end_left_forward()
         if unit.state is TrainingState.FORWARD:
             raise RuntimeError(f"cannot reshard {unit.name} in the middle of its forward")
         for handle in unit.handles:
-            handle.reshard()  # stores what was written, which the unit does not
+            handle.reshard()  # stores written values, which `Unit.reshard` does not
         unit.reshard()
         unit.settle()  # `parameters()` lists the shards from now on
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether to reshard after forward, also as the outermost module, and with `recurse` for those inside.
+        """Set whether to reshard after forward, also as the outermost module, and with `recurse` for inner modules.
 
         Raises:
-            ValueError: for what is no bool.
+            ValueError: for a value that is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be True or False here, got {reshard_after_forward!r}")
@@ -475,39 +474,39 @@ class FSDPModule(_Base):
             unit.policy.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether to reshard after backward. Otherwise parameters stay unsharded until the end of the next forward.
+        """Set whether to reshard after backward. If False, parameters stay unsharded until the end of the next forward.
 
-        For several backwards with the same weights. A changed shard is all-gathered again in any case.
+        For multiple backwards with the same weights. A changed shard is always all-gathered again.
         """
         for unit in _units(self, recurse):
             unit.policy.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Prefetch these modules in forward, in this order, not the expected one. Set the same ones on every rank."""
+        """Prefetch these modules in forward, in this order, instead of the expected module; the same on every rank."""
         _of(self).policy.forward_prefetch = _sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Prefetch these modules in backward, in this order, not the expected one. Set the same ones on every rank."""
+        """Prefetch these modules in backward, in this order, instead of the expected module; the same on every rank."""
         _of(self).policy.backward_prefetch = _sharded(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward unshards the module's parameters. An embedding's needs none, for instance.
+        """Set whether backward unshards the module's parameters, which, for example, an embedding does not require.
 
-        Where autograd has saved them, backward raises its error about changed tensors. A recomputed forward unshards
-        them in any case.
+        If autograd has saved parameters, backward raises an error about changed tensors. A recomputed forward always
+        unshards them.
         """
         _of(self).policy.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make all-gathers wait for an event that was recorded after the optimizer's step.
 
-        They are issued in the order of the stream that is current, which waits for the event now; that orders them
-        after a step on another stream. On CPU there is nothing to wait for.
+        All-gathers are ordered after work on the current stream. This stream waits for the event now, so all-gathers
+        are ordered after a step on another stream. On CPU this has no effect.
         """
         run_after(event, _of(self).device)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backwards reduce gradients over the ranks, or accumulate unsharded ones on each rank.
+        """Set whether backwards reduce gradients over ranks, or accumulate unsharded gradients on each rank.
 
         The next backward that reduces includes the accumulated gradients. With replicas, the setting concerns both the
         reduce-scatter and the all-reduce. The setting takes effect with the next backward, for this module and, with
@@ -527,7 +526,7 @@ class FSDPModule(_Base):
                 unit.policy.sync = GradientSync.FULL if requires_all_reduce else GradientSync.SHARDS
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: all-gathers here are asynchronous always. The name is torch's."""
+        """Do nothing: all-gathers are always asynchronous here. The name is torch's."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last backward of a step; each backward leaves complete gradients.
@@ -544,22 +543,22 @@ class FSDPModule(_Base):
         True has the effect of ``set_is_last_backward(False)``.
 
         Raises:
-            RuntimeError: on another module than the outermost.
+            RuntimeError: on a module that is not outermost.
         """
         _runtime(self, "set_manual_backward_finalization")
         self.set_is_last_backward(not enabled)
 
     @uncompiled
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Collective. Reduce the gradients that backwards have accumulated, where `set_requires_gradient_sync` is True.
+        """Collective. Reduce accumulated gradients of modules for which `set_requires_gradient_sync` is True.
 
-        Gradients that were assigned to unsharded parameters are reduced too. Before the first forward there are none.
+        Gradients that were assigned to unsharded parameters are also reduced. Before the first forward there are none.
 
         Args:
-            async_op: return a handle, for torch's schedules; the gradients are complete already.
+            async_op: If True, return a handle, for torch's schedules; the gradients are complete already.
 
         Raises:
-            RuntimeError: on another module than the outermost, or while one computes.
+            RuntimeError: on a module that is not outermost, or while a module computes.
         """
         if _runtime(self, "finalize_backward") is not None:
             on_demand.finalize_backward(_of(self))
@@ -568,44 +567,44 @@ class FSDPModule(_Base):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether resharding keeps the memory of unsharded parameters, at the same addresses.
 
-        CUDA graphs need the addresses. The values are gathered again in any case.
+        CUDA graphs require the same addresses. The values are always gathered again.
         """
         for unit in _units(self, recurse):
             unit.policy.keeps_memory = keep
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks, replicas included, by this number, instead of the number of ranks.
+        """Divide the sum of gradients over ranks, including replicas, by this number instead of the number of ranks.
 
         Raises:
-            ValueError: if it is not positive.
+            ValueError: if `factor` is not positive.
         """
         if factor <= 0:
             raise ValueError(f"gradients are divided by this: it must be positive, got {factor}")
         _of(self).set_divide_factors(1.0, float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do what `set_gradient_divide_factor` does, under its old name."""
+        """Deprecated name of `set_gradient_divide_factor`."""
         warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: all collectives here sum, and divide apart from that. The name is torch's."""
+        """Do nothing: all collectives here only sum, and gradients are divided separately. The name is torch's."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether a parameter that no rank has used gets a gradient of zeros, and not none.
+        """Set whether a parameter that no rank has used gets a gradient of zeros instead of None.
 
-        Where any rank has used it, the others take part with zeros in any case.
+        If any rank has used a parameter, all other ranks always contribute zeros.
         """
         for unit in _units(self, recurse):
             unit.policy.fills_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may go on, each with its unsharded gradient, while another one is started.
+        """Set the maximum number of reductions in flight, each with its unsharded gradient, when another starts.
 
-        More of them hide slow communication, and take memory. Of all modules under one root the most counts.
+        More reductions hide slow communication, but use more memory. The maximum over all modules of a root is used.
 
         Raises:
-            TypeError: for what is no int.
+            TypeError: for a value that is not an int.
             ValueError: if it is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -616,27 +615,27 @@ class FSDPModule(_Base):
             unit.policy.reductions_in_flight = max_input_buffers
 
     def set_custom_all_gather(self, comm: on_demand.Collective) -> None:
-        """All-gather the module's parameters with an object that has the interface of torch's ``AllGather``.
+        """All-gather the module's parameters using an object with the interface of torch's ``AllGather``.
 
-        The object allocates the buffers for sending and receiving. A world size of 1 needs no all-gather.
+        The object allocates send and receive buffers. A world size of 1 requires no all-gather.
         """
         _of(self).connect(lambda handle: (on_demand.CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
 
     def set_custom_reduce_scatter(self, comm: on_demand.Collective) -> None:
-        """Reduce-scatter the module's gradients with an object that has the interface of torch's ``ReduceScatter``.
+        """Reduce-scatter the module's gradients using an object with the interface of torch's ``ReduceScatter``.
 
-        The object allocates the buffers for sending and receiving, and always sums; gradients are divided separately.
-        A world size of 1 needs no reduction.
+        The object allocates send and receive buffers, and always sums; gradients are divided separately. A world size
+        of 1 requires no reduction.
         """
         _of(self).connect(lambda handle: (handle.comm, on_demand.CustomReduceScatter.of(handle.reduce_comm, comm)))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call a function with each reduced gradient of the module, which it may change in place.
+        """Call a function with each reduced gradient of the module, which the function may change in place.
 
         Args:
-            hook: called with this rank's shard of the gradients, flat, in the reduce dtype: averaged over the ranks,
-                replicas included. All ranks call it in the same order.
-            stream: on which it runs; only without replicas.
+            hook: called with this rank's flat shard of the gradients, in the reduce dtype, averaged over all ranks
+                including replicas. All ranks call it in the same order.
+            stream: the stream of the call; only supported without replicas.
 
         Raises:
             ValueError: for a stream with replicas.
@@ -648,25 +647,25 @@ class FSDPModule(_Base):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Collective. Set whether gradients are reduced over a separate process group, or the group of all-gathers.
 
-        On NCCL the two can then go on at once. There is one group for each set of ranks; on NCCL a module that is
-        sharded over all ranks has it from the start.
+        On NCCL, all-gathers and reductions can then overlap. There is one group for each set of ranks; on NCCL, modules
+        that are sharded over all ranks use it by default.
         """
         for unit in _units(self, recurse):
             to = partial(_reduced_apart, unit.device) if enable else lambda handle: handle.comm
             unit.connect(lambda handle, to=to: (handle.comm, on_demand.moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate communication buffers; without effect if its backend cannot.
+        """Let the process group allocate communication buffers; no effect if the backend does not support this.
 
         Raises:
-            NotImplementedError: on NCCL, which can: all-gathers here have no buffers besides the parameters' places.
+            NotImplementedError: on NCCL, which does: all-gathers write directly to the parameters' memory here.
         """
         comm, device = _of(self).comm, _of(self).device
         if enable and comm.group is not None and behind(comm.group)._get_backend(device).supports_tensor_alloc(device):
             raise NotImplementedError(_no_buffers("set_allocate_memory_from_process_group_for_comm"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise an error: all-gathers here have no buffers, besides the parameters' places, for symmetric memory.
+        """Raise an error: all-gathers write directly to the parameters' memory, not to buffers.
 
         Raises:
             NotImplementedError: always.
@@ -676,11 +675,11 @@ class FSDPModule(_Base):
     def reset_iter_state(self) -> None:
         """Discard a forward or backward that has raised, and all gradients of the step, reduced or not.
 
-        The micro-batches of the step have to be repeated. The next forward discards the failed pass too, but keeps
+        The micro-batches of the step must be repeated. The next forward also discards the failed pass, but keeps
         gradients.
 
         Raises:
-            RuntimeError: on another module than the outermost, or while one computes.
+            RuntimeError: on a module that is not outermost, or while a module computes.
         """
         if (runtime := _runtime(self, "reset_iter_state")) is not None:
             runtime.reset_iteration()
@@ -690,16 +689,16 @@ class FSDPModule(_Base):
     def _get_fsdp_state(self) -> on_demand.FSDPState:
         return on_demand.FSDPState(_of(self))
 
-    @torch.inference_mode(False)  # in which no `DTensor` can be detached
+    @torch.inference_mode(False)  # in inference mode, `DTensor`s cannot be detached
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Reshard, and return the state dict as the module does by itself."""
+        """Reshard, and return the state dict of `nn.Module.state_dict`."""
         (unit := _of(self)).end_left_forward()
         if unit.state is TrainingState.IDLE:
             self.reshard()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict as the module does by itself; of unsharded tensors each rank keeps its shard."""
+        """Load a state dict, like `nn.Module.load_state_dict`; each rank keeps its shards of unsharded tensors."""
         _of(self).end_left_forward()
         try:
             with unswapped():
@@ -717,7 +716,7 @@ class FSDPModule(_Base):
             on_demand.copying.prepare_to_copy(unit)
         copied = memo[id(self)] = object.__new__(type(self))
         with under_way():
-            # Without the result of `compile()`, as torch copies modules: it would call this module.
+            # Without the result of `compile()`, as in torch's copies of modules: it would call this module.
             copied.__dict__.update(copy.deepcopy(nn.Module.__getstate__(self), memo))
         _of(copied).wake()
         return copied
@@ -734,7 +733,7 @@ class FSDPModule(_Base):
         )
 
 
-# Functions, not methods, because a user's module may have those names.
+# Functions, not methods, because a user's module may use these names.
 def _of(module: Any) -> Unit:
     unit = unit_of(module)
     if unit is None:
@@ -767,7 +766,7 @@ def _reduced_apart(device: torch.device, handle: FlatParamHandle) -> Communicato
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Do nothing: there are no streams of communication that modules could share. The name is torch's.
+    """Do nothing: there are no communication streams that modules could share. The name is torch's.
 
     Raises:
         ValueError: for a module that is not sharded.
@@ -780,7 +779,7 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
 
 
 def _unsharded_in(units: Iterable[Unit]) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the unsharded parameters that stand, between passes, for those that modules list."""
+    """Return the unsharded parameters that replace listed parameters between passes."""
     found: dict[nn.Parameter, nn.Parameter] = {}
     for unit in units:
         is_idle, is_pending = unit.state is TrainingState.IDLE, unit.policy.awaits_backwards
@@ -789,12 +788,12 @@ def _unsharded_in(units: Iterable[Unit]) -> dict[nn.Parameter, nn.Parameter]:
                 for slot, param in enumerate(handle.orig_params.params):
                     if is_idle and (is_pending or (param.grad is None and not unit.is_spare)):
                         found[param] = leaf = handle.unsharded.leaves[slot]
-                        # Optimizers are to refuse it.
+                        # Optimizers must refuse it.
                         note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")
     return found
 
 
 @cache
 def _fsdp_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a module of this one gets."""
+    """Return the class ``FSDP<Class>`` for modules of a class."""
     return on_demand.explain_methods(type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__}))

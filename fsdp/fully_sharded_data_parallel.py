@@ -1,8 +1,8 @@
-"""`FullyShardedDataParallel`, the wrapper: its arguments, its methods, and the names under which things are found.
+"""`FullyShardedDataParallel`, the wrapper: its arguments, methods, and names of tensors and modules.
 
-The wrapper computes nothing and communicates nothing. Its constructor makes the module a unit (`layers.shard_module`),
-whose hooks on the module unshard, compute and reduce (`engine.forward_hooks`, `engine.runtime`). Its methods hand the
-unit to the packages below: `state_dict` for parameters and buffers, `optim_utils` for the state of optimizers.
+The wrapper itself neither computes nor communicates. The constructor turns the module into a unit
+(`layers.shard_module`), whose hooks on the module unshard, compute and reduce (`engine.forward_hooks`,
+`engine.runtime`). Methods use lower packages: `state_dict` for parameters and buffers, `optim_utils` for optimizers.
 """
 
 from __future__ import annotations
@@ -54,42 +54,42 @@ class FullyShardedDataParallel(Wrapper):
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
     dtype and `requires_grad`), of which every rank keeps an equal shard. They are all-gathered when the module runs,
     and resharded afterwards; in backward, gradients are averaged over the ranks, and each rank keeps its shard. Wrap
-    inner modules first, as `fsdp.shard` does: only one wrapper's parameters, and the next one's (or small ones' of up
-    to 1 MiB), are unsharded at a time. Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
+    inner modules first, as `fsdp.shard` does: only the running wrapper and the next wrapper (or small wrappers of up
+    to 1 MiB) are unsharded at a time. Then create the optimizer from ``parameters()`` of the outermost wrapper.
 
-    A wrapper may be wrapped in turn, used or not. A module of which inner wrappers took all parameters may be wrapped
-    again: the new wrapper takes the place of the old one, which is not to be used any more. Every rank must wrap the
-    same modules with the same values in the same order; ranks compare them at the first use. The arguments are
-    FairScale's, in its order, and after them our own, by keyword only.
+    A wrapper may itself be wrapped, before or after its first use. A module whose parameters were all taken by inner
+    wrappers may be wrapped again: the new wrapper replaces the old one, which must no longer be used. Every rank must
+    wrap the same modules with the same values in the same order; ranks compare them at the first use. The arguments
+    are FairScale's, in the same order, followed by keyword-only arguments of this library.
 
     Args:
-        module: the module to wrap; its parameters are taken over in place.
-        process_group: the ranks to shard over; None means all. A pair ``(shard_group, replicate_group)``, or a 2-D
-            `DeviceMesh`, whose dim 0 replicates and dim 1 shards, is hybrid sharding. A 1-D mesh stands for its group.
-            For parameters that are `DTensor`s (tensor parallelism) it is the group of the data-parallel dimension. An
-            object with ``rank()`` and ``size()`` is enough for a world of one, without `torch.distributed`.
+        module: the module to wrap; its parameters are replaced in place.
+        process_group: the ranks to shard over. Default: all. A pair ``(shard_group, replicate_group)``, or a 2-D
+            `DeviceMesh` whose dim 0 replicates and dim 1 shards, is hybrid sharding. A 1-D mesh is used as its group.
+            For `DTensor` parameters (tensor parallelism), the group of the data-parallel dimension. For a world size
+            of 1, an object with ``rank()`` and ``size()`` is enough, without `torch.distributed`.
         process_group_reduce_scatter: the ranks to sum gradients over, of the same size (otherwise `process_group` is
-            used, with a warning). By default a second NCCL communicator, so that reductions and all-gathers overlap; on
-            other backends, or with a `process_group` of your own, the same group.
-        group_by: called with each parameter's name (from `module`) and the parameter; those for which it returns the
-            same value share a flat parameter, which shows that value as ``flat_param.group``.
-        ignored_modules: modules inside of `module` that are left as they are, with all that is inside of them: not
-            sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
+            used, with a warning). Default: on NCCL, a second communicator, so that reductions and all-gathers overlap;
+            on other backends, or with a user's `process_group`, the same group.
+        group_by: called with each parameter's name (from `module`) and the parameter. Parameters with the same
+            returned value share a flat parameter, whose attribute ``group`` is this value.
+        ignored_modules: modules in `module` that are ignored, including all modules inside them: not sharded, not
+            cast, and their gradients are not summed over ranks. Parameters shared with them are ignored, too.
         ignored_parameters: the same for single parameters.
-        reshard_after_forward: False keeps parameters unsharded until backward is done: more memory, and a third less
+        reshard_after_forward: False keeps parameters unsharded until the end of backward: more memory, and a third less
             communication. A number shards them until then over that many neighbouring ranks. "host": see `Placements`.
-        sharding_strategy: a `ShardingStrategy`, or torch's of the same name. None means what `process_group` and
-            `reshard_after_forward` say. Making groups is collective over `process_group`.
+        sharding_strategy: a `ShardingStrategy`, or torch's of the same name. Default: set by `process_group` and
+            `reshard_after_forward`. Creating groups is collective over `process_group`.
         placements: `fsdp.Placements`, instead of `sharding_strategy` and `reshard_after_forward`.
-        param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
-            to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
+        param_init_fn: called during wrapping to initialize each module of this unit that has parameters or buffers
+            without values (meta device); see `fsdp.materialize`. Default: values must be provided later.
         others: the options of the unit, see `__init__`.
 
     Raises:
         RuntimeError: without a process group, under torch's `FakeTensorMode`, or if the disk is too small.
         TypeError: for parameters of torch's quantised dtypes, or `DTensor`s of unknown placements.
-        ValueError: for a module whose own parameters a wrapper has already, or that shares one with an inner wrapper;
-            for ranks, devices, dtypes and options that do not fit together.
+        ValueError: for a module whose own parameters were wrapped already, or that shares a parameter with an inner
+            wrapper; for inconsistent ranks, devices, dtypes and options.
     """
 
     @refuses_keywords
@@ -202,35 +202,35 @@ class FullyShardedDataParallel(Wrapper):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters, as optimizers see them: flat ones, or local shards of original ones."""
+        """This wrapper's own parameters, listed for optimizers: flat parameters, or local shards of originals."""
         return [param for handle in self._listed_handles for param in handle.listed_params]
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """The parameters, inner wrappers' included, that have a gradient."""
+        """All parameters with a gradient, including parameters of inner wrappers."""
         return [param for param in self.parameters() if param.grad is not None]
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype that the module computes in: its first parameter's, unless the precision says another."""
+        """The dtype of the computation: the first parameter's dtype, unless the precision sets another dtype."""
         own = self.params[0].dtype if self.params else torch.float32
         return self._options.precision.compute_dtype(own)
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:
-        """The dtype that floating-point buffers are computed with in; None if a policy leaves them as they are."""
+        """The dtype of floating-point buffers in computation; None if a policy does not cast them."""
         is_policy = isinstance(self._options.mixed_precision, MixedPrecision)
         return self._options.precision.buffers or (None if is_policy else self.compute_dtype)
 
     @property
     def numel_padded_per_param(self) -> list[int]:
-        """The number of elements that are padding, for each of `params`: in a flat one, or behind a local shard."""
+        """The number of padding elements for each of `params`: in a flat parameter, or after a local shard."""
         paddings = [handle.layout.paddings(handle.comm.rank) for handle in self._listed_handles]
         return list(chain(*paddings) if self._options.use_orig_params else map(sum, paddings))
 
     @property
     def no_broadcast_optim_state(self) -> bool:
-        """True if its optimizer state is left out of the gathered one: so asked, or known whole to the first rank."""
+        """True if the gathered optimizer state excludes this unit's, by option or because rank 0 has all of it."""
         return on_demand.is_uncollected(self._unit, getattr(self._unit.runtime, "root", self._unit))
 
     @property
@@ -242,15 +242,15 @@ class FullyShardedDataParallel(Wrapper):
         return [param for handle in self._unit.owned_handles for param in handle.listed_params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Share a parameter that another wrapper has taken and that this one's module uses too (docs/usage.md).
+        """Share a parameter that another wrapper has taken and that this wrapper's module also uses (docs/usage.md).
 
-        For modules that were tied and then wrapped one by one, each with ``flatten_parameters=False``. Call it on every
-        wrapper but the first, before the first use, with the parameter as the first one's module or `params` show it.
+        For modules that were tied and then wrapped separately, each with ``flatten_parameters=False``. Call this on all
+        wrappers except the first, before the first use, with the parameter from the first wrapper's module or `params`.
 
         Raises:
-            ValueError: if this wrapper flattens its parameters, if `p` is not tied to a parameter of its module or was
-                not taken by another such wrapper, or if the two differ in ranks, device or precision.
-            RuntimeError: after the first use of either, and inside `summon_full_params`.
+            ValueError: if this wrapper flattens its parameters, `p` is not tied to a parameter of its module or was not
+                taken by another such wrapper, or the wrappers differ in ranks, device or precision.
+            RuntimeError: after the first use of either wrapper, and inside `summon_full_params`.
         """
         if self._options.flatten_parameters:
             raise ValueError(
@@ -260,7 +260,7 @@ class FullyShardedDataParallel(Wrapper):
         share(self._unit, p)
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
-        """Raise ValueError unless `training_state` is `state`, or one of several."""
+        """Raise ValueError unless `training_state` is `state`, or one of multiple states."""
         expected = [state] if isinstance(state, TrainingState) else list(state)
         if self.training_state not in expected:
             names = " or ".join(one.name for one in expected)
@@ -271,9 +271,9 @@ class FullyShardedDataParallel(Wrapper):
             return super().__getattr__(name)
         except AttributeError:
             if name in PUBLIC and "_options" in self.__dict__ and not self._is_method(name):
-                return getattr(self._options, name)  # FairScale's are attributes
+                return getattr(self._options, name)  # as in FairScale
             if "_fsdp_wrapped_module" not in self.__dict__.get("_modules", {}):
-                raise  # a subclass's constructor is before ours
+                raise  # a subclass's constructor runs before this class's
         try:
             return getattr(self.module, name)
         except AttributeError:
@@ -281,7 +281,7 @@ class FullyShardedDataParallel(Wrapper):
             raise
 
     def _is_method(self, name: str) -> bool:
-        """Return whether the wrapped module has a method of this name: `flatten_parameters` of recurrent networks."""
+        """Return whether the wrapped module has a method with this name, such as `flatten_parameters` of RNNs."""
         return callable(getattr(type(self.module.module), name, None))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -309,7 +309,7 @@ class FullyShardedDataParallel(Wrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules; from a plain module around wrappers, and where `peft` saves, by the names in state dicts."""
+        """Yield modules; with the names of state dicts for outer plain modules and during saves by `peft`."""
         on_demand.refuse_separate_backwards(self._unit)
         if not (plain := prefix and FSDP_PART not in prefix.split(".")):
             plain = "peft.utils" in sys.modules and is_called_from("peft.utils.save_and_load")
@@ -317,7 +317,7 @@ class FullyShardedDataParallel(Wrapper):
             yield module_name(name) if plain else name, module
 
     def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield parameters or buffers, with plain names in `summon_full_params` and where parameters have any."""
+        """Yield parameters or buffers; with plain names in `summon_full_params` and if they have any."""
         on_demand.refuse_separate_backwards(self._unit)
         has_own_names = not self._options.flatten_parameters or self._options.use_orig_params
         plain = has_own_names or self.training_state is TrainingState.SUMMON_FULL_PARAMS
@@ -333,7 +333,7 @@ class FullyShardedDataParallel(Wrapper):
         hooks = forward_hooks_of(self._unit.module)
         depth = hooks.depth
         try:
-            # Not `self.module`, which is searched for among the parameters: each unit comes by here.
+            # Not `self.module`, which nn.Module first looks up in the parameters: each unit runs this line.
             output = self._modules[FSDP_PART](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             hooks.give_up(depth)
@@ -342,7 +342,7 @@ class FullyShardedDataParallel(Wrapper):
         return output if changed is None else changed
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate unsharded gradients; the next backward outside reduces all. For the outermost wrapper."""
+        """Accumulate unsharded gradients; the next backward outside reduces all of them. For the outermost wrapper."""
         on_demand.refuse_local_sgd()
         return runtime_of_root(self._unit, "no_sync").no_sync()
 
@@ -351,8 +351,8 @@ class FullyShardedDataParallel(Wrapper):
         """Collective. Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
         The norm is the p-norm for `norm_type` p, and the largest absolute value for ``inf``. The result is the norm
-        before clipping, a scalar of at least float32. With `error_if_nonfinite`, an infinite norm or NaN raises and
-        changes nothing.
+        before clipping, a scalar of at least float32. With `error_if_nonfinite`, an infinite norm or NaN raises
+        RuntimeError and changes no gradient.
 
         Raises:
             RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
@@ -371,7 +371,7 @@ class FullyShardedDataParallel(Wrapper):
         on_demand.clip_by_value(runtime_of_root(self._unit, "clip_grad_value_"), float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
-        """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
+        """Divide gradients by `pre` before and by `post` after they are summed, regardless of the world size.
 
         Raises:
             RuntimeError: inside a forward or backward.
@@ -384,18 +384,18 @@ class FullyShardedDataParallel(Wrapper):
 
     @during("register_comm_hook()")
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Tensor, Tensor], None]) -> None:
-        """Collective. Let `hook` average gradients over the ranks, instead of the reduce-scatter.
+        """Collective. Use `hook` to average gradients over the ranks, instead of the reduce-scatter.
 
-        For the outermost wrapper, between steps, once; the hook then serves all units. Backward calls the hook once for
-        each flat parameter that is trained, as ``hook(state, gradient, shard)``. The hook must write the average over
-        ranks to ``shard`` ``[n]``: of elements ``rank * n`` to ``(rank + 1) * n`` of ``gradient`` ``[world_size * n]``,
-        which it may overwrite. Hooks of torch's FSDP1 for sharded strategies work. See docs/communication.md.
+        Call this once on the outermost wrapper, between steps; all units use the hook. Backward calls it once for each
+        trained flat parameter as ``hook(state, gradient, shard)``. It must write to ``shard`` ``[n]`` the average over
+        ranks of elements ``rank * n`` to ``(rank + 1) * n`` of ``gradient`` ``[world_size * n]``, which it may
+        overwrite. Hooks of torch's FSDP1 for sharded strategies are supported. See docs/communication.md.
 
         Raises:
             TypeError: if `hook` cannot be called.
-            RuntimeError: on an inner wrapper, inside a forward or backward, if one is registered already, or if the
-                ranks register different ones.
-            ValueError: if other factors to divide gradients by were asked for, or if shards have replicas.
+            RuntimeError: on an inner wrapper, inside a forward or backward, if a hook is registered already, or if the
+                ranks register different hooks.
+            ValueError: if other gradient divisors were set, or if shards have replicas.
         """
         runtime = runtime_of_root(self._unit, "register_comm_hook")
         self._unit.require_idle("register a communication hook")
@@ -410,7 +410,7 @@ class FullyShardedDataParallel(Wrapper):
         comm_hook = on_demand.CommHook(hook, state)
         agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
         for unit in runtime.units:
-            unit.set_divide_factors(1.0, 1.0)  # the hook divides by itself, what is accumulated already included
+            unit.set_divide_factors(1.0, 1.0)  # the hook divides gradients, including accumulated ones
             unit.policy.comm_hook = comm_hook
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -418,10 +418,10 @@ class FullyShardedDataParallel(Wrapper):
         self.module.module.compile(*args, **kwargs)
 
     def report(self) -> on_demand.Report:
-        """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank; see docs/performance.md.
+        """Return what the last `fsdp.trace` measured for each unit, on any rank; see docs/performance.md.
 
         Raises:
-            RuntimeError: if nothing of it was traced. Outside of traces nothing is counted, so that it costs nothing.
+            RuntimeError: if the model was not traced. Without a trace no statistics are recorded.
         """
         return on_demand.last_report(self._unit)
 
@@ -441,22 +441,22 @@ class FullyShardedDataParallel(Wrapper):
     ) -> Iterator[None]:
         """Collective. Show unsharded parameters as ordinary parameters of the modules, under their plain names.
 
-        Each rank holds all of them at once (`summon_units` shows one unit after the other). Changes inside (in place,
-        or by assigning a new parameter of the same shape) are kept on leaving: make the same changes on every rank.
+        Each rank allocates all parameters at once (`summon_units` shows one unit at a time). Changes inside (in place,
+        or by assigning a new parameter of the same shape) are kept on exit: make the same changes on every rank.
         Forward works inside without gradients. Contexts of the same form may be nested.
 
         Args:
-            recurse: inner wrappers' parameters as well.
-            volatile: forget changes.
-            rank0_only: only the first rank (of the process group, and of the first replica) holds them; it sends what
-                it has changed.
-            with_grads: show the reduced gradients as well, unsharded, in ``grad``; changes of them are kept.
-            offload_to_cpu: in host memory, moved there unit by unit.
+            recurse: If True, also show inner wrappers' parameters.
+            volatile: If True, discard changes.
+            rank0_only: If True, only the first rank (of the process group, and of the first replica) shows parameters;
+                it sends its changes to all other ranks.
+            with_grads: If True, also show the reduced, unsharded gradients in ``grad``; changes of gradients are kept.
+            offload_to_cpu: If True, move the parameters to host memory, unit by unit.
 
         Raises:
             RuntimeError: inside a forward or backward, when nested in another form, while there are parameters without
-                values, for changes that cannot be kept, with `with_grads` while gradients are not reduced, or if ranks
-                have different arguments.
+                values, for changes that cannot be stored, with `with_grads` while gradients are not reduced, or if
+                ranks have different arguments.
         """
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         self._prepare_to_summon(form, recurse)
@@ -471,12 +471,12 @@ class FullyShardedDataParallel(Wrapper):
         with_grads: bool = False,
         offload_to_cpu: bool = False,
     ) -> Iterator[tuple[nn.Module, dict[str, nn.Parameter]]]:
-        """Collective. Show unsharded parameters of one unit after the other, as `summon_full_params` does of all.
+        """Collective. Show unsharded parameters of one unit at a time, like `summon_full_params` for all units.
 
         Yields:
-            For each wrapper in the tree, outer before inner, the module that it wraps, and its unsharded parameters
-            under their plain names from here, tied ones once. With `rank0_only` there are none on other ranks. Go
-            through all of them on every rank, and do nothing collective with the model meanwhile.
+            For each wrapper in the tree, outer before inner, the wrapped module, and its unsharded parameters under
+            their plain names from this wrapper, tied parameters once. With `rank0_only`, other ranks get no parameters.
+            Iterate to the end on every rank, and run no other collective with the model meanwhile.
         """
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         self._prepare_to_summon(form, recurse=True)
@@ -487,7 +487,7 @@ class FullyShardedDataParallel(Wrapper):
 
     @contextmanager
     def summon_shapes(self) -> Iterator[None]:
-        """Show unsharded parameters without values, on the meta device, for what counts and prints. Not collective."""
+        """Show unsharded parameters without values, on the meta device, for counting and printing. Not collective."""
         self._unit.require_idle("summon shapes")
         with on_demand.shapes_summoned(self._units()):
             yield
@@ -529,24 +529,24 @@ class FullyShardedDataParallel(Wrapper):
         dtype: torch.dtype | None = None,
         rank0_only: bool | None = None,
     ) -> Any:
-        """Collective. Return the unsharded state under the module's plain names, in tensors of its own.
+        """Collective. Return the unsharded state under the module's plain names, in new tensors.
 
-        Units are put together one after the other: a rank that gets the state needs memory for it and one unit
-        besides, and other ranks need none. Parameters are in the dtype that the optimizer steps, buffers in the one
-        they had before wrapping; `DTensor`s become plain tensors.
+        The state is gathered unit by unit: a rank that gets the state requires memory for the state and one unit, and
+        other ranks require none. Parameters have the dtype that the optimizer steps, and buffers their dtype before
+        wrapping; `DTensor`s become plain tensors.
 
         Args:
-            destination, prefix, keep_vars: as for `nn.Module.state_dict`.
-            dtype: cast floating-point parameters (not buffers) to this one.
-            rank0_only: the result is empty on other ranks than the first (of the process group, and of the first
-                replica). None: as the option ``state_dict_on_rank_0_only`` of the outermost wrapper says.
+            destination, prefix, keep_vars: the same as for `nn.Module.state_dict`.
+            dtype: the dtype to which floating-point parameters (not buffers) are cast. Default: no cast.
+            rank0_only: If True, the result is empty except on the first rank (of the process group, and of the first
+                replica). Default: the option ``state_dict_on_rank_0_only`` of the outermost wrapper.
 
         Raises:
             RuntimeError: inside a forward or backward, while there are parameters without values, or if ranks have
                 different `rank0_only`.
-            OtherRankError: with the reason, if another rank has raised an error, for example in a hook of the user.
+            OtherRankError: with the reason, if another rank has raised an error, for example in a user's hook.
         """
-        if self._unit.request(LocalState):  # of a wrapper around this one, whose local state is taken
+        if self._unit.request(LocalState):  # an outer wrapper's local state is being taken
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         progress = Progress(self._unit.everyone, "take its state dict")
@@ -557,15 +557,15 @@ class FullyShardedDataParallel(Wrapper):
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False, *, rank0_only: bool = False
     ) -> Any:
-        """Collective. Load an unsharded state with plain names, each rank keeping its shard, unit by unit.
+        """Collective. Load an unsharded state with plain names; each rank keeps its shard, unit by unit.
 
-        With `rank0_only` it is the first rank's (of the process group, and of the first replica); others pass anything.
-        A state that does not fit changes nothing, unless modules have load hooks or methods of their own; then what
-        fits is loaded, as torch does. The result is torch's, with plain names.
+        With `rank0_only`, the state of the first rank (of the process group, and of the first replica) is loaded; other
+        ranks may pass any value. An invalid state changes nothing, unless modules have load hooks or override load
+        methods; then all matching entries are loaded, as in torch. The result is torch's, with plain names.
 
         Raises:
-            RuntimeError: inside a forward or backward, or for keys and shapes that do not fit; on every rank, naming
-                the first one that could not load.
+            RuntimeError: inside a forward or backward, or for keys and shapes that do not match; on every rank, naming
+                the first rank that could not load.
             NotImplementedError: for ``assign=True``: a shard cannot become the given tensors.
         """
         if assign:
@@ -577,7 +577,7 @@ class FullyShardedDataParallel(Wrapper):
     def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return this rank's shards, and buffers, under FairScale's names (docs/checkpoints.md). Not collective.
 
-        The tensors are the model's own, detached: save or copy them before the next step.
+        The tensors are detached but share the model's memory: save or copy them before the next step.
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`, or without values.
@@ -588,20 +588,20 @@ class FullyShardedDataParallel(Wrapper):
             return on_demand.local_state(self._unit, destination, prefix, keep_vars)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load what `local_state_dict`, or FairScale's, gave on the same rank of as many ranks. Not collective.
+        """Load the result of `local_state_dict`, here or in FairScale, of the same rank and world size. Not collective.
 
-        Call it on every rank before the model is used again. The state is checked before anything is changed. Other
-        ranks are not asked: if a rank raises, no rank should continue. The result is torch's, with plain names.
+        Call this on every rank before the model is used again. The state is checked before any change. There is no
+        communication: if a rank raises, no rank should continue. The result is torch's, with plain names.
 
         Raises:
-            RuntimeError: inside a forward, backward or `summon_full_params`; or for keys and sizes that do not fit, or
-                shards that say that they are another rank's, with the unit, the rank, and both sizes.
+            RuntimeError: inside a forward, backward or `summon_full_params`; for keys and sizes that do not match, or
+                shards that were saved by another rank, naming the unit, the rank, and both sizes.
         """
         with on_demand.local(self._unit, "load a local state dict"):
             return on_demand.LocalLoad(self, state_dict, strict).run()
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/checkpoints.md).
+        """Return this rank's metadata for `consolidate_shard_weights` (docs/checkpoints.md).
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
@@ -616,16 +616,16 @@ class FullyShardedDataParallel(Wrapper):
         with_module_buffers: bool = True,
         strict: bool = True,
     ) -> dict[str, Any]:
-        """Return unsharded weights under plain names from all ranks' shards, FairScale's too. No process group is used.
+        """Return unsharded weights under plain names from all ranks' shards, also FairScale's. Uses no process group.
 
         Args:
             shard_weights: the `local_state_dict` of each rank, in rank order; with replicas, of all or of the first.
             shard_metadata: the `local_metadata_dict` of the same ranks.
-            with_module_buffers: whether to add the first rank's buffers, and entries that are not sharded.
-            strict: False skips parameters and buffers that the first rank's weights lack, and keys without metadata.
+            with_module_buffers: If True, add the first rank's buffers and its entries that are not sharded.
+            strict: If False, skip parameters and buffers missing on the first rank, and keys without metadata.
 
         Raises:
-            ValueError: for shards that are missing, cut, reordered or of different models: with the rank and the key.
+            ValueError: for missing, truncated or reordered shards, or shards of different models, naming rank and key.
         """
         return on_demand.consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
@@ -633,9 +633,9 @@ class FullyShardedDataParallel(Wrapper):
     def sharded_state_dict(self, *, prefix: str = "") -> Any:
         """Collective the first time. Return the state with local shards, for `torch.distributed.checkpoint` (DCP).
 
-        Keys, and their order, are as in `state_dict`. Nothing is gathered, and parameters are not copied: save them
-        before they change. Parameters are `TensorPart`s; ``dcp.load`` into the result writes to memory of its own,
-        which `load_sharded_state_dict` takes over. See docs/state_dicts.md.
+        Keys and their order are the same as in `state_dict`. There is no all-gather, and parameters are not copied:
+        save them before they change. Parameters are `TensorPart`s; ``dcp.load`` into the result writes to separate
+        memory, which `load_sharded_state_dict` then uses. See docs/state_dicts.md.
 
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`.
@@ -646,13 +646,13 @@ class FullyShardedDataParallel(Wrapper):
 
     @during("load_sharded_state_dict()")
     def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Collective. Load what `sharded_state_dict` returned, when DCP has loaded values into it.
+        """Collective. Load a state from `sharded_state_dict` after DCP has loaded values into it.
 
-        Unsharded tensors are taken as well. Entries without loaded values count as missing. Returns torch's result.
+        Unsharded tensors are accepted as well. Entries without loaded values count as missing. Returns torch's result.
 
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
-                kinds of tensors that do not fit. If one rank cannot load, all raise, and nothing has changed.
+                kinds of tensors that do not match. If any rank cannot load, all ranks raise, and no value has changed.
         """
         require_shards(self._units(), "load a sharded state dict")
         on_demand.ensure_agreed(self._unit)
@@ -675,44 +675,44 @@ class FullyShardedDataParallel(Wrapper):
     def gather_full_optim_state_dict(
         self, optim: Any, recipient_rank: int | None = 0, **ignored: Any
     ) -> dict[str, Any] | None:
-        """Collective. Return an optimizer's unsharded state in FairScale's format; None on ranks that do not get it.
+        """Collective. Return an optimizer's unsharded state in FairScale's format; None on ranks without the result.
 
-        For the outermost wrapper that all parameters of the optimizer are in. Tensors are on the host, in the shapes of
-        original parameters, which go by numbers; see docs/optimizers.md.
+        For the outermost wrapper that contains all parameters of the optimizer. Tensors are on the host, in the shapes
+        of original parameters, which are identified by numbers; see docs/optimizers.md.
 
         Args:
-            optim: an optimizer, or anything with a ``state_dict()`` like one. It is left alone.
-            recipient_rank: the number of the rank that gets the result; None for all of them.
-            ignored: taken for FairScale's sake.
+            optim: an optimizer, or an object with a similar ``state_dict()``. It is not changed.
+            recipient_rank: the number of the rank that gets the result. None: all ranks.
+            ignored: accepted for compatibility with FairScale.
 
         Raises:
-            RuntimeError: inside a forward, backward or `summon_full_params`; if ranks have other options, or one fails.
-            TypeError, ValueError: for what is no optimizer of the model; if state differs or cannot be gathered.
+            RuntimeError: inside a forward, backward or `summon_full_params`; if ranks' options differ, or one fails.
+            TypeError, ValueError: if it is no optimizer of the model; if state differs or cannot be gathered.
         """
         return on_demand.fairscale_dictionary(self, optim, recipient_rank)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a full optimizer state, for ``optim.load_state_dict``. Not collective.
 
-        The dictionary, FairScale's too, **becomes** the result, and its memory is released as it is sharded. World
+        The dictionary, also FairScale's, **becomes** the result, and its memory is released during sharding. World
         size, process groups and flattening may have changed. The wrapped modules may have changed if the state contains
-        names, as `gather_full_optim_state_dict` stores them.
+        names, as stored by `gather_full_optim_state_dict`.
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
-            TypeError, ValueError: for another model's; for state that cannot be sharded. Nothing is changed then.
+            TypeError, ValueError: for another model's state, or state that cannot be sharded. Nothing is changed then.
         """
         return on_demand.become_shard(self, full_optim_state_dict)
 
     def reshard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hand over an optimizer that was made before wrapping: it goes on where it was, on this rank's shards.
+        """Convert an optimizer created before wrapping, so that it continues on this rank's shards.
 
-        For the outermost wrapper that its parameters are in. In place: original parameters are replaced by what stands
-        for them now, and their state is sharded. Not collective, but call it on every rank, with the same state.
+        For the outermost wrapper that contains its parameters. In place: original parameters are replaced by the
+        parameters listed now, and state is sharded. Not collective, but call it on every rank with the same state.
 
         Raises:
             RuntimeError: inside a forward or backward.
-            TypeError, ValueError: if it cannot go on as it was; it is not changed then. See docs/parameters.md.
+            TypeError, ValueError: if the optimizer cannot be converted; it is unchanged then. See docs/parameters.md.
         """
         self._unit.require_idle("hand over an optimizer")
         on_demand.reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
@@ -732,7 +732,7 @@ class FullyShardedDataParallel(Wrapper):
         self._unit.wake()
 
     def __copy__(self) -> Self:
-        copied = type(self).__new__(type(self))  # as torch copies modules shallowly: all is shared, ranks included
+        copied = type(self).__new__(type(self))  # as torch's shallow copies of modules: all is shared, including ranks
         copied.__dict__.update(self.__dict__)
         return copied
 
@@ -740,7 +740,7 @@ class FullyShardedDataParallel(Wrapper):
         on_demand.copying.prepare_to_copy(self._unit)
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name in on_demand.copying.GROUPS:
-            memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
+            memo[id(self.__dict__[name])] = self.__dict__[name]  # groups are shared, not copied
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         on_demand.forward_entries(copied, copied._unit)
@@ -748,7 +748,7 @@ class FullyShardedDataParallel(Wrapper):
         return copied
 
     def _lazy_init(self) -> None:
-        """Collective. Settle now that this wrapper is the outermost one, which its first use would do."""
+        """Collective. Make this wrapper the root now instead of at its first use."""
         runtime_of(self._unit)
 
     def _free_full_params(self, params: Collection[nn.Parameter] | None = None) -> None:
@@ -760,24 +760,24 @@ class FullyShardedDataParallel(Wrapper):
                 handle.reshard()
 
     def _register_post_backward_hooks(self) -> None:
-        """Do nothing: an override is called before each forward of the module."""
+        """Do nothing: a subclass may override this, which is called before each forward of the module."""
 
     def _register_pre_backward_hooks(self, outputs: Any) -> Any:
-        """Do nothing: an override may replace the outputs of each forward of the module; None leaves them."""
+        """Do nothing: an override may replace the outputs of each forward of the module; None keeps them."""
 
     @property
     def _is_root(self) -> bool | None:
-        """True for the outermost wrapper; None while that is not known. Setting None forgets it."""
+        """True for the outermost wrapper; None if not determined yet. Set None to determine it again."""
         return None if self._unit.runtime is None else self._unit.runtime.root is self._unit
 
     def _reset_lazy_init(self) -> None:
-        """Forget which wrapper is outermost; the next use finds out again."""
+        """Forget which wrapper is outermost; the next use determines it again."""
         for runtime in dict.fromkeys(unit.runtime for unit in self._units() if unit.runtime is not None):
             runtime.forget()
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Refuse `DistributedDataParallel` and `torch.jit`, which ask for this first."""
+        """Refuse `DistributedDataParallel` and `torch.jit`, which read this attribute first."""
         raise RuntimeError(reader_message(self._unit.name))
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -793,8 +793,8 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
     """Return the wrappers in a module tree, in the order of ``modules()``.
 
     Args:
-        mod: the outermost module to look at.
-        skip_empty: leave out wrappers whose parameters were all taken by inner ones.
+        mod: the outermost module.
+        skip_empty: If True, skip wrappers whose parameters were all taken by inner wrappers.
     """
     found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
     return [wrapper for wrapper in found if wrapper.params or not skip_empty]
