@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from fsdp.wrap.plan_wrapping import PlannedWrapping, plan_wrapping
     from fsdp.wrap.shard import shard
 
-# The layers around the engine, which are loaded when their names are first used.
+# Public names whose modules are imported at their first use.
 _LAYERS = {
     "fsdp.checkpoint": "",
     "fsdp.optim_utils": "",

@@ -1,4 +1,4 @@
-"""An `accelerate.Accelerator` that knows models which are wrapped already.
+"""An `accelerate.Accelerator` that supports models that are sharded already.
 
 from fsdp.accelerate import Accelerator  # instead of: from accelerate import Accelerator
 """
@@ -32,7 +32,7 @@ def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModu
     """Return the model if it is a wrapper or a module under `fully_shard`; None if it is not sharded.
 
     Raises:
-        ValueError: for a plain module with sharded modules inside, which have no common root to clip and accumulate.
+        ValueError: for a plain module with sharded inner modules, which have no common root to clip and accumulate.
     """
     if isinstance(model, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
         return model
@@ -49,13 +49,13 @@ def together(what: str, do: Callable[[], object]) -> None:
     failure: Exception | None = None
     try:
         do()
-    except Exception as error:  # noqa: BLE001 (raised when the other ranks know)
+    except Exception as error:  # noqa: BLE001 (raised when all ranks know)
         failure = error
     raise_on_all(what, failure)
 
 
 def raise_on_all(what: str, failure: Exception | None) -> None:
-    """Collective. Raise this rank's failure, or else an error with the first failure of another rank, if any."""
+    """Collective. Raise this rank's error, or otherwise an error with the first failure of another rank, if any."""
     own = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
     told = "" if failure is None else f"{own} could not {what}. {type(failure).__name__}: {failure}"
     heard = next(filter(None, gather_object([told])), "")
@@ -69,12 +69,12 @@ class Accelerator(_PlainAccelerator):
     """`accelerate.Accelerator`, for models in a `FullyShardedDataParallel` or under `fully_shard`.
 
     Shard the model first, create the optimizer from its parameters, and `prepare` both. Sharded models are not wrapped
-    in `DistributedDataParallel`, and gradients are clipped by the norm over all ranks. `save_state` writes the files
+    in `DistributedDataParallel`, and gradients are clipped by the norm across all ranks. `save_state` writes the files
     of `fsdp.save`, and `unwrap_model` and `get_state_dict` return the objects to save. In all other respects, and for
     models that are not sharded, the class behaves like `accelerate.Accelerator`.
 
     ``mixed_precision`` ("bf16", "fp16") computes under autocast. The wrapper's own mixed precision also halves
-    communication, and does not need this argument. With "fp16" the scaler is a `ShardedGradScaler`.
+    communication, and does not require this argument. With "fp16", the scaler is a `ShardedGradScaler`.
 
     Args:
         args, kwargs: arguments of `accelerate.Accelerator`.
@@ -96,7 +96,7 @@ class Accelerator(_PlainAccelerator):
         """Convert an accelerator that other code (such as a Trainer) has created, before it prepares models.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: the same as the constructor.
         """
         accelerator.__class__ = cls
         accelerator._know_sharded_models()
@@ -117,11 +117,11 @@ class Accelerator(_PlainAccelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model as `accelerate` does; a sharded model is not moved or wrapped, except for autocast.
+        """Prepare a model like `accelerate`; a sharded model is not moved or wrapped, except for autocast.
 
         Raises:
-            ValueError: for a plain module with sharded modules inside; if `accelerate` knows of another number of ranks
-                than there are, as without ``cpu=True`` on CPU.
+            ValueError: for a plain module with sharded inner modules; if `accelerate` uses another number of ranks than
+                there are, for example on CPU without ``cpu=True``.
         """
         if outermost(model) is None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
@@ -134,30 +134,30 @@ class Accelerator(_PlainAccelerator):
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         if self.native_amp and not is_prepared and isinstance(model, fsdp.FullyShardedDataParallel):
             self._autocast(model.module.module)
-        # accelerate prepares models in this way if it need not distribute them.
+        # accelerate prepares models in this way if they need not be distributed.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _autocast(self, inside: Any) -> None:
-        """Let the module in a wrapper compute under autocast, as in a `DistributedDataParallel`.
+        """Make the module in a wrapper compute under autocast, as in a `DistributedDataParallel`.
 
-        Its other methods, such as `generate`, do not call the wrapper.
+        Other methods of the module, such as `generate`, do not call the wrapper.
         """
-        inside._original_forward = forward = inside.forward  # accelerate's name, by which it removes autocast
+        inside._original_forward = forward = inside.forward  # accelerate uses this name to remove autocast
         if not hasattr(forward, "__func__"):
             inside.forward = convert_outputs_to_fp32(self.autocast()(forward))
             return
-        # A method, so that a copy of the module computes by its own parameters.
+        # A method, so that a copy of the module uses its own parameters.
         inside.forward = MethodType(convert_outputs_to_fp32(self.autocast()(forward.__func__)), inside)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Unwrap a model as `accelerate` does; a wrapper becomes its module, whose inner wrappers stay."""
+        """Unwrap a model like `accelerate`; a wrapper is replaced by its module, which keeps inner wrappers."""
         return super().unwrap_model(
             model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model, *args, **kwargs
         )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate as `accelerate` does: backwards inside keep unsharded gradients on each rank."""
+        """Accumulate like `accelerate`: backwards inside this context keep unsharded gradients on each rank."""
         if not isinstance(model, fsdp.FSDPModule):
             with super().no_sync(model):
                 yield
@@ -169,7 +169,7 @@ class Accelerator(_PlainAccelerator):
             model.set_requires_gradient_sync(True)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
-        """Join uneven inputs as `accelerate` does, for models that are not sharded.
+        """Join uneven inputs like `accelerate`, for models that are not sharded.
 
         Raises:
             NotImplementedError: for a sharded model, which `fsdp.join` supports.
@@ -182,21 +182,21 @@ class Accelerator(_PlainAccelerator):
         return super().join_uneven_inputs(joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Collective. Scale gradients so that their norm, over all ranks, is at most `max_norm`.
+        """Collective. Scale gradients so that their norm, across all ranks, is at most `max_norm`.
 
         Args:
-            parameters: of any models that were used before.
-            max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
+            parameters: parameters of any models that were used before.
+            max_norm, norm_type: the same as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
             The norm before clipping, the same on every rank.
         """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = super().clip_grad_norm_(listed, max_norm, norm_type)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors have a part of theirs
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor contains a part of the norm
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collective. Return the state as `accelerate` does; a sharded model's on the first rank only."""
+        """Collective. Return the state like `accelerate`; for a sharded model, only on rank 0."""
         if self._is_saving:
             return {}
         sharded = outermost(model)
@@ -209,16 +209,16 @@ class Accelerator(_PlainAccelerator):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """Collective. Save as `accelerate` does; a sharded model and its optimizer are saved by `fsdp.save`.
+        """Collective. Save like `accelerate`; a sharded model and its optimizer are saved by `fsdp.save`.
 
         Any number of ranks can load these files, and `from_pretrained` can read the model if the folder contains a
-        configuration. Schedulers, samplers, random states and registered objects are in `accelerate`'s own files; of
-        `DTensor`s in the state of a registered object, such as an `fsdp.EMA`, these contain the unsharded tensors.
+        configuration. Schedulers, samplers, random states and registered objects are saved in `accelerate`'s files,
+        which contain unsharded tensors for `DTensor`s in the state of a registered object, such as an `fsdp.EMA`.
 
         Args:
-            output_dir: the folder, or None for automatic names.
-            safe_serialization: always True for a sharded model.
-            options: for `fsdp.save`, such as ``max_file_bytes``.
+            output_dir: the folder. Default: automatic names.
+            safe_serialization: must be True for a sharded model.
+            options: arguments of `fsdp.save`, such as ``max_file_bytes``.
 
         Raises:
             NotImplementedError: for a sharded model together with another model.
@@ -245,7 +245,7 @@ class Accelerator(_PlainAccelerator):
                 self._custom_objects = registered
 
     def _whole(self, registered: Any) -> Any:
-        """Collective. Return the state of a registered object, with unsharded tensors where they are written."""
+        """Collective. Return the state of a registered object, with unsharded tensors on ranks that write it."""
         states: list[Any] = []
         together(f"take the state of its {type(registered).__name__}", lambda: states.append(registered.state_dict()))
         if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(states)):
@@ -259,12 +259,12 @@ class Accelerator(_PlainAccelerator):
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Collective. Load as `accelerate` does; a sharded model is loaded by any number of ranks.
+        """Collective. Load like `accelerate`; any number of ranks can load a sharded model.
 
         Args:
-            input_dir: the folder, or None for the newest of automatic names.
-            load_kwargs: as in `accelerate`.
-            options: for `fsdp.load`, such as ``strict``.
+            input_dir: the folder. Default: the newest folder with an automatic name.
+            load_kwargs: the same as in `accelerate`.
+            options: arguments of `fsdp.load`, such as ``strict``.
 
         Raises:
             NotImplementedError: for a sharded model together with another model.
@@ -312,13 +312,13 @@ class Accelerator(_PlainAccelerator):
     def _instead(
         self, do: Callable[..., None], register: Callable[..., Any], hooks: Any, *, last: bool
     ) -> Iterator[None]:
-        """Inside, `accelerate` calls a collective function as a hook, and omits the model and its optimizer.
+        """Make `accelerate` call a collective function as a hook in this context, and omit the model and its optimizer.
 
         Args:
             do: the hook, which saves or loads the model on all ranks.
-            register: the method of `accelerate` that registers it.
-            hooks: the hooks that are registered by this method, an `OrderedDict`.
-            last: call it after the other hooks, and not before them.
+            register: the method of `accelerate` that registers the hook.
+            hooks: the `OrderedDict` of hooks that were registered by this method.
+            last: If True, call the hook after all other hooks, otherwise before them.
         """
         is_done = False
 

@@ -7,8 +7,8 @@ The LightningModule becomes the module of an outermost wrapper. Inside this wrap
 forward. Checkpoints are a single file with unsharded tensors, or a folder with the shards of all ranks.
 
 [Note: restored early, loaded late] The Trainer restores a checkpoint either before `setup`, when the model is not
-wrapped, or after it, but then without the user's ``weights_only``. The strategy therefore restores before `setup`, and
-keeps the model's state until `setup` has wrapped the model.
+wrapped, or after `setup`, but then without the user's ``weights_only``. The strategy therefore restores before `setup`,
+and keeps the model's state until `setup` has wrapped the model.
 
 [Note: manual optimization] In manual optimization, backward and optimizer steps are in the middle of `training_step`,
 where gradients of a unit that is still in its forward cannot be clipped. The step is therefore called outside the
@@ -73,14 +73,14 @@ _SHARED = (
     *("move_grads_to_cpu", "bucket_cap_mb", "state_dict_device"),
 )
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
-# Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
+# The attribute of a LightningModule for its wrapper, for the next stage and the next Trainer. Not a submodule.
 _WRAPPED = "_fsdp_wrapped"
 _AVERAGES = (_callbacks.StochasticWeightAveraging, getattr(_callbacks, "WeightAveraging", ()))  # the second since 2.6
-_FOR_ERRORS = timedelta(seconds=60)  # that a rank with an exception waits for the exceptions of the others
-_errors = itertools.count()  # after which this process saved; equal on all ranks
+_FOR_ERRORS = timedelta(seconds=60)  # for a rank with an exception to wait for other ranks' exceptions
+_errors = itertools.count()  # after which this process saved; the same on all ranks
 _OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()  # of sharded models
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# By an argument of the wrapper, the strategy's replacement.
+# The strategy's replacements, by argument of the wrapper.
 _OURS = {
     "module": "the LightningModule is wrapped",
     "compute_device": "it is the Trainer's device",
@@ -111,31 +111,31 @@ class FullyShardedStrategy(DDPStrategy):
     sees the parameters to optimize.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io: as for Lightning's `DDPStrategy`.
-        precision_plugin, process_group_backend, timeout: the same.
-        cpu_offload: keep shards in host memory, and run the optimizer there.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io: the same as for Lightning's `DDPStrategy`.
+        precision_plugin, process_group_backend, timeout: also as for `DDPStrategy`.
+        cpu_offload: If True, keep shards in host memory, and run the optimizer there.
         flatten_parameters, reshard_after_forward, move_grads_to_cpu, bucket_cap_mb: see `FullyShardedDataParallel`.
-        fp32_reduce_scatter: with ``precision="bf16-mixed"`` or ``"16-mixed"``, sum gradients over the ranks in float32.
+        fp32_reduce_scatter: with ``precision="bf16-mixed"`` or ``"16-mixed"``, sum gradients across ranks in float32.
         compute_dtype: with these precisions, the dtype of all-gathers and computation; otherwise the required dtype of
             parameters.
         min_num_params: without `auto_wrap_policy`, the minimum number of parameters of a unit. Default: 100 million.
-        state_dict_to_cpu: gather full states on the host; False: on the device.
+        state_dict_to_cpu: If True, gather full states on the host, otherwise on the device.
         auto_wrap_policy: a policy for `fsdp.auto_wrap`, or a set of module classes that become units.
         state_dict_type: "full" writes checkpoints as a single file with unsharded tensors, gathered on rank 0, which
             other strategies can also read. "sharded" writes folders of `fsdp.save`, to which every rank writes its
             part, in the background with the plugin `AsyncCheckpointIO`. Both types can always be read.
-        options: further arguments of `FullyShardedDataParallel`. By default, optimizers see the original parameters
-            (``use_orig_params``), so that ``self.parameters()`` does not change, and all ranks start with rank 0's
-            values (``sync_module_states``).
+        options: other arguments of `FullyShardedDataParallel`. By default, optimizers use the original parameters
+            (``use_orig_params``), so ``self.parameters()`` does not change, and all ranks start with rank 0's values
+            (``sync_module_states``).
 
     Attributes:
-        options: the further arguments. Every other setting is an attribute with the name of its argument, which may be
+        options: the other arguments. Every other setting is an attribute with the name of its argument, which may be
             assigned before the Trainer runs; `state_dict_to_cpu` becomes `state_dict_device`.
-        process_group: the ranks that the model is sharded over.
+        process_group: the ranks across which the model is sharded.
 
     Raises:
         TypeError: for unknown arguments.
-        ValueError: for arguments that contradict each other, or that the strategy sets itself.
+        ValueError: for contradicting arguments, or arguments that the strategy sets itself.
     """
 
     strategy_name = "fsdp_flat"
@@ -183,13 +183,13 @@ class FullyShardedStrategy(DDPStrategy):
             self.min_num_params = _DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params
         elif min_num_params is not None:
             raise ValueError("min_num_params and auto_wrap_policy both choose the units: pass only one")
-        self._policy()  # which checks it
+        self._policy()  # check the policy
         self.options: dict[str, Any] = options
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type is 'full' or 'sharded', got {state_dict_type!r}")
         self._is_full = state_dict_type == "full"
         self._saver: fsdp.checkpoint.Saver | None = None
-        self._removals: list[Callable[[], None]] = []  # that wait for pending writes
+        self._removals: list[Callable[[], None]] = []  # waiting for pending writes
         self._for_setup: tuple[Mapping[str, Any], bool] | None = None
 
     @property
@@ -199,13 +199,13 @@ class FullyShardedStrategy(DDPStrategy):
 
     @property
     def process_group(self) -> Any:
-        """Return the ranks that the model is sharded over: the option, or all ranks once they are connected."""
+        """Return the ranks across which the model is sharded. Default: all ranks, once they are connected."""
         given = self.options.get("process_group")
         return torch.distributed.group.WORLD if given is None else given
 
     @property
     def state_dict_type(self) -> str:
-        """Return the kind of checkpoints that are written, "full" or "sharded"."""
+        """Return the type of new checkpoints, "full" or "sharded"."""
         return "full" if self._is_full else "sharded"
 
     @property
@@ -214,7 +214,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Any) -> None:
-        # Of torch's scaler the settings are taken: with it, each rank would decide alone whether to step.
+        # Only the settings of torch's scaler are used: with this scaler, each rank would decide itself whether to step.
         scaler = precision_plugin.scaler if isinstance(precision_plugin, MixedPrecision) else None
         if scaler is not None and not getattr(scaler, "agrees_over_ranks", False):
             sharded = fsdp.ShardedGradScaler(device=precision_plugin.device, enabled=scaler.is_enabled())
@@ -225,17 +225,17 @@ class FullyShardedStrategy(DDPStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Return True: every rank gets its own part of the data."""
+        """Return True: every rank gets a different part of the data."""
         return True
 
     def connect(self, model: LightningModule) -> None:
-        """Take the LightningModule from the Trainer, which may have been wrapped for an earlier stage."""
+        """Receive the LightningModule from the Trainer; it may have been wrapped for an earlier stage."""
         super().connect(model)
         if _WRAPPED in model.__dict__:
             self.model = model.__dict__[_WRAPPED].wrapper
 
     def model_to_device(self) -> None:
-        """Not needed: the wrappers move the model, unit by unit."""
+        """Do nothing: the wrappers move the model, unit by unit."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -246,7 +246,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Surround `configure_model`: `fsdp.wrap` and `fsdp.auto_wrap` make units with this strategy's arguments."""
+        """Run `configure_model` with this strategy's arguments as defaults of `fsdp.wrap` and `fsdp.auto_wrap`."""
         options = {**self._precision_arguments(), **self._wrapper_options(), "compute_device": self.root_device}
         try:
             with fsdp.enable_wrap(self._policy(), wrapper_cls=fsdp.FullyShardedDataParallel, **options):
@@ -259,7 +259,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without summing them over the ranks."""
+        """Accumulate gradients without summing them across ranks."""
         with self._required_wrapper().no_sync():
             yield
 
@@ -282,7 +282,7 @@ class FullyShardedStrategy(DDPStrategy):
             self.load_model_state_dict(*restored)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers, of the wrapped model's parameters."""
+        """Create the optimizers from the wrapped model's parameters."""
         _check_optimizers(self._required_wrapper(), functools.partial(super().setup_optimizers, trainer), self)
         _OPTIMIZERS.update(map(_plain, self.optimizers))
 
@@ -295,9 +295,9 @@ class FullyShardedStrategy(DDPStrategy):
             return module.training_step(*args, **kwargs)
 
     def teardown(self) -> None:
-        """Leave the model where it is: its shards belong to the wrappers."""
+        """Keep the model on its device, because the wrappers own the shards."""
         module, model, optimizers = self._lightning_module, self.model, self.optimizers
-        self._lightning_module, self.model, self.optimizers = None, None, []  # would be moved to the host
+        self._lightning_module, self.model, self.optimizers = None, None, []  # Lightning would move them to the host
         try:
             super().teardown()
         finally:
@@ -310,10 +310,10 @@ class FullyShardedStrategy(DDPStrategy):
         return self._required_wrapper().state_dict(rank0_only=True) if self._is_full else {}
 
     def _wait_for_errors(self) -> None:
-        """Collective. Raise an error if a callback saves because of an exception that not all ranks have.
+        """Collective. Raise an error if a callback saves because of an exception that some ranks do not have.
 
-        The other ranks would continue their step, and its collectives do not match the collectives of a save. The ranks
-        therefore meet in the store.
+        The other ranks would continue their step, whose collectives do not match the collectives of a save. All ranks
+        therefore synchronize using the store.
         """
         module = self.lightning_module
         if module is None or module.trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -351,7 +351,7 @@ class FullyShardedStrategy(DDPStrategy):
         self._together(f"write {path}", write_file)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint on rank 0, after a checkpoint that is being written is complete."""
+        """Remove a checkpoint on rank 0, after pending writes of other checkpoints are complete."""
         remove = functools.partial(super().remove_checkpoint, filepath)
         if self._saver is None:
             remove()
@@ -381,7 +381,7 @@ class FullyShardedStrategy(DDPStrategy):
             )
         if "://" in os.fspath(path):
             raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
-        # The model's and the optimizers' state in it are empty.
+        # This dictionary contains no state of the model and optimizers.
 
         def packed() -> bytes:
             content = io.BytesIO()
@@ -393,7 +393,7 @@ class FullyShardedStrategy(DDPStrategy):
         self._together("save the last checkpoint", self._finish_saving)
         save: Callable[..., Any] = fsdp.save
         module = self.lightning_module
-        # Only then will the Trainer wait for pending writes at its end.
+        # While it is running, the Trainer waits for pending writes at its end.
         is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
         if isinstance(self.checkpoint_io, AsyncCheckpointIO) and is_running:
             self._saver = self._saver or fsdp.checkpoint.Saver()
@@ -402,7 +402,7 @@ class FullyShardedStrategy(DDPStrategy):
         save(path, self._required_wrapper(), optimizers, values={_TRAINER: content}, generators=False)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective. Return a checkpoint without the model's tensors, which are read when they are wanted."""
+        """Collective. Return a checkpoint without the model's tensors, which are read when they are required."""
         path, read = self.broadcast(checkpoint_path), super().load_checkpoint
         self._together("save the last checkpoint", self._finish_saving)
 
@@ -410,7 +410,7 @@ class FullyShardedStrategy(DDPStrategy):
             if os.path.isdir(path):
                 return _open_folder(path, weights_only)
             if self._is_stock() and zipfile.is_zipfile(path):
-                # Memory-mapped: ranks of a machine share the file's pages, and each reads only the pages of its part.
+                # Memory-mapped: ranks of a machine share the file's pages, and each rank reads only its part.
                 return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             return read(path, weights_only=weights_only)
 
@@ -428,7 +428,7 @@ class FullyShardedStrategy(DDPStrategy):
         fsdp.load(folder, self.wrapper, strict=strict, generators=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Load the optimizers. Callbacks may have added parameters to them since the model was loaded."""
+        """Collective. Load the optimizers. Callbacks may have added parameters since the model was loaded."""
         if (folder := checkpoint.get(_FOLDER)) is not None:
             fsdp.load(folder, self._required_wrapper(), self._plain_optimizers(), generators=False, weights=False)
             return
@@ -441,7 +441,7 @@ class FullyShardedStrategy(DDPStrategy):
             _load_numbered_state(self._required_wrapper(), _plain(optimizer), state)
 
     def _is_stock(self) -> bool:
-        """Return whether files are written and read as Lightning itself does it."""
+        """Return whether files are written and read in the same way as by Lightning itself."""
         return type(self.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
 
     def _plain_optimizers(self) -> Any:
@@ -461,7 +461,7 @@ class FullyShardedStrategy(DDPStrategy):
         return result
 
     def _heard(self, text: str) -> str:
-        """Collective. Return the text of the first rank that has any."""
+        """Collective. Return the first rank's text that is not empty."""
         return next(filter(None, [self.broadcast(text, rank) for rank in range(self.world_size)]))
 
     @classmethod
@@ -506,7 +506,7 @@ class FullyShardedStrategy(DDPStrategy):
         return {"mixed_precision": policy}
 
     def _settings(self) -> dict[str, Any]:
-        """Return all that the model is sharded by, for comparison with the settings of a later Trainer."""
+        """Return all settings that define the sharding, for comparison with a later Trainer."""
         policy = self.auto_wrap_policy
         found = {
             **self._wrapper_options(),
@@ -520,7 +520,7 @@ class FullyShardedStrategy(DDPStrategy):
         for name in ("ignored_modules", "ignored_parameters"):
             if found.get(name) is not None:
                 found[name] = frozenset(found[name])  # lists of tensors cannot be compared
-        for name in ("param_init_fn", "sync_module_states"):  # their effect is over when the model is wrapped
+        for name in ("param_init_fn", "sync_module_states"):  # only used during wrapping
             found.pop(name, None)
         return found
 
@@ -538,7 +538,7 @@ class FullyShardedStrategy(DDPStrategy):
                 wrapped = fsdp.wrap(module)
         for metric in (each for each in module.modules() if isinstance(each, Metric)):
             metric.to(self.root_device)
-        with wrapped.no_sync():  # it is the outermost from now on, also for units that are called before it
+        with wrapped.no_sync():  # makes it the root, even if other units are called first
             pass
         self.model = wrapped
         module.__dict__[_WRAPPED] = _Wrapped(wrapped, WeakSet(wrapped.modules()), self._settings())
@@ -609,7 +609,7 @@ def _check_trainer(trainer: Any, module: LightningModule) -> None:
 
 
 def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
-    """Wrap the modules that a manual optimization step calls, and the modules in them that the policy picks.
+    """Wrap the modules that a manual optimization step calls, and inner modules selected by the policy.
 
     The outermost wrapper must have no parameters of its own.
     """
@@ -631,7 +631,7 @@ def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
 
 
 class _Wrapped(NamedTuple):
-    """The wrapper of a LightningModule, the modules in it when it was wrapped, and the settings of the strategy."""
+    """The wrapper of a LightningModule, the modules at wrapping, and the settings of the strategy."""
 
     wrapper: fsdp.FullyShardedDataParallel
     modules: WeakSet[nn.Module]
@@ -639,7 +639,7 @@ class _Wrapped(NamedTuple):
 
 
 def _refuse_other_settings(sharded_by: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse a Trainer that wants the model sharded in another way than the Trainer that has sharded it."""
+    """Raise ValueError if a Trainer requires other sharding settings than the Trainer that sharded the model."""
     listed = []
     for name in sorted(sharded_by.keys() | wanted.keys()):
         before, now = sharded_by.get(name), wanted.get(name)
@@ -662,7 +662,7 @@ def _refuse_other_settings(sharded_by: dict[str, Any], wanted: dict[str, Any]) -
 
 
 def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
-    """Refuse modules that came to a model after it was wrapped: a `configure_model` that does its work twice."""
+    """Raise RuntimeError for modules added after wrapping, for example if `configure_model` runs twice."""
     for name, each in module.named_modules():
         if each not in wrapped.modules and any(True for _ in each.parameters()):
             raise RuntimeError(
@@ -706,9 +706,9 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
 def _not_in_optimizer(
     lightnings: Callable[..., list[Any]], optimizer: torch.optim.Optimizer, params: Iterable[Any]
 ) -> list[Any]:
-    """Return the parameters that `BaseFinetuning` has thawed and an optimizer does not have.
+    """Return the parameters that `BaseFinetuning` has thawed and that an optimizer does not contain.
 
-    Lightning compares values, and of two parameters a rank may hold no elements: on that rank they would be equal.
+    Lightning compares values, and a rank may have no elements of two parameters, which would be equal on this rank.
     """
     if optimizer not in _OPTIMIZERS:
         return lightnings(optimizer, params)
@@ -718,7 +718,7 @@ def _not_in_optimizer(
             "a finetuning callback has thawed modules without parameters: with use_orig_params=False only units list "
             "theirs, as flat parameters. Leave use_orig_params at True, or have auto_wrap_policy pick these modules."
         )
-    lightnings(optimizer, [param for param in found if id(param) in known])  # which warns of them
+    lightnings(optimizer, [param for param in found if id(param) in known])  # warns about them
     return [param for param in found if id(param) not in known]
 
 
@@ -737,7 +737,7 @@ def _plain(optimizer: Any) -> Any:
 
 
 def _numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> dict[str, Any]:
-    """Collective. Return an optimizer's full state, as of the unsharded model's; empty but on the first rank."""
+    """Collective. Return an optimizer's full state with the unsharded model's numbers; empty except on rank 0."""
     named = full_optim_state_dict(model, optimizer, recipient_rank=0)
     if named is None:
         return {}
@@ -752,7 +752,7 @@ def _numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> dic
 
 
 def _load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Collective. Load each rank's shards of a full state, from this strategy or another, into its optimizer."""
+    """Collective. Load a full state from this or another strategy into an optimizer; each rank loads its shards."""
     if all(_NAMES in group for group in saved["param_groups"]):
         names = [name for group in saved["param_groups"] for name in group[_NAMES]]
     else:

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` for models that are wrapped already.
+"""A `transformers.Trainer` for models that are sharded already.
 
 from fsdp.transformers import Trainer  # instead of: from transformers import Trainer
 """
@@ -46,7 +46,7 @@ class Trainer(_PlainTrainer):
         TypeError: without a model, or with a `model_init`.
         ValueError: for a model that is not sharded, or only in part; for arguments that shard, wrap or compile the
             model once more (``fsdp``, ``deepspeed``, ``auto_find_batch_size``, ``torch_compile``); for arguments that
-            know of another number of ranks than there are, as without ``use_cpu=True`` on CPU.
+            know of another number of ranks than there are, for example on CPU without ``use_cpu=True``.
     """
 
     label_smoother: Any
@@ -63,7 +63,7 @@ class Trainer(_PlainTrainer):
         for args in (*others, *options.values()):
             if isinstance(args, TrainingArguments):
                 _refuse(args)
-        # The Trainer asks the model for its class, its forward's arguments and its configuration.
+        # The Trainer uses the model's class, its configuration and the arguments of its forward.
         plain = model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model
         super().__init__(plain, *others, **options)
         self.model_wrapped = model
@@ -83,13 +83,13 @@ class Trainer(_PlainTrainer):
         Accelerator.adopt(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Not needed: shards are already on their device."""
+        """Do nothing: shards are already on their device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.accelerator.prepare_model(self.model_wrapped)
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number for the unsharded model."""
+        """Return the number of parameters of the unsharded model."""
         sharded = self.model_wrapped
         with sharded.summon_shapes() if isinstance(sharded, fsdp.FullyShardedDataParallel) else nullcontext():
             return super().get_num_trainable_parameters()
@@ -103,7 +103,7 @@ class Trainer(_PlainTrainer):
         return [name.replace("_fsdp_wrapped_module._fpw_module.", "") for name in names]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer as `transformers.Trainer` does.
+        """Create the optimizer like `transformers.Trainer`.
 
         Raises:
             ValueError: for a weight decay if a flat parameter contains both biases or norms, which must not decay, and
@@ -118,14 +118,14 @@ class Trainer(_PlainTrainer):
         return super().create_optimizer(model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Collective. Save the model so that `from_pretrained` loads it: gathered, from the first rank's host memory.
+        """Collective. Save the model for `from_pretrained`: gathered, and written from rank 0's host memory.
 
         Args:
-            output_dir: the folder; None means the `output_dir` of the arguments.
+            output_dir: the folder. Default: the `output_dir` of the training arguments.
             _internal_call: True for a checkpoint, which `fsdp.save` writes together with the optimizer.
 
         Raises:
-            OSError: if the first rank cannot write. The other ranks raise an `OtherRankError` with the reason.
+            OSError: if rank 0 cannot write. Other ranks raise an `OtherRankError` with the reason.
         """
         folder = self.args.output_dir if output_dir is None else output_dir
         if _internal_call:
@@ -160,7 +160,7 @@ class Trainer(_PlainTrainer):
         together(f"write {path}", save)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Not needed: the model is loaded together with the optimizer."""
+        """Do nothing: the model is loaded together with the optimizer."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -178,9 +178,9 @@ class Trainer(_PlainTrainer):
 
 @contextmanager
 def _saved_state(model: Any, plain: nn.Module, accelerator: Accelerator) -> Iterator[dict[str, Any]]:
-    """Collective. Provide the state that the first rank saves, from its host memory.
+    """Collective. Provide the state for rank 0 to save, in host memory.
 
-    `peft` also asks modules that are saved whole for their state, and computes prompts: parameters are unsharded.
+    `peft` also reads the state of modules that are saved as a whole, and computes prompts; parameters are unsharded.
     """
     if _is_of_peft(plain) and isinstance(model, fsdp.FullyShardedDataParallel):
         with model.summon_full_params(rank0_only=True, volatile=True, offload_to_cpu=True):
@@ -199,7 +199,7 @@ def _saved_state(model: Any, plain: nn.Module, accelerator: Accelerator) -> Iter
 
 
 def _class_name(model: Any) -> str:
-    """Return the name of the class of a model before `fully_shard`; of a PEFT model, that of the model inside it."""
+    """Return the name of a model's class before `fully_shard`; for a PEFT model, the class of its inner model."""
     if _is_of_peft(model):
         model = model.base_model.model
     kind = type(model)
@@ -212,11 +212,11 @@ def _is_of_peft(model: Any) -> bool:
 
 
 def _prepare_to_generate(model: nn.Module, plain: Any) -> None:
-    """Let `generate` run on all ranks until the last one has all of its tokens, whoever calls it without arguments."""
+    """Make `generate` run on all ranks until the last rank has all tokens, by default for all callers."""
     if not hasattr(plain, "generate"):
         return
     if _is_of_peft(plain) or getattr(getattr(plain, "config", None), "is_encoder_decoder", False):
-        # `generate` calls parts of the model, such as an encoder, besides the model.
+        # `generate` also calls parts of the model separately, such as an encoder.
         fsdp.register_fsdp_forward_method(model, "generate")
     if dist.is_initialized() and dist.get_world_size() > 1:
         for module in plain.modules():
