@@ -93,7 +93,7 @@ class Accelerator(_PlainAccelerator):
 
     @classmethod
     def adopt(cls, accelerator: _PlainAccelerator) -> Accelerator:
-        """Convert an accelerator that other code (such as a Trainer) has created, before it prepares models.
+        """Convert an accelerator created by other code (such as a Trainer), before it prepares models.
 
         Raises:
             ValueError: the same as the constructor.
@@ -185,7 +185,7 @@ class Accelerator(_PlainAccelerator):
         """Collective. Scale gradients so that their norm, across all ranks, is at most `max_norm`.
 
         Args:
-            parameters: parameters of any models that were used before.
+            parameters: parameters of any previously used models.
             max_norm, norm_type: the same as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
@@ -268,7 +268,7 @@ class Accelerator(_PlainAccelerator):
 
         Raises:
             NotImplementedError: for a sharded model together with another model.
-            ValueError: if this rank has no such folder. The other ranks raise an `OtherRankError`.
+            ValueError: if the folder does not exist on this rank. The other ranks raise an `OtherRankError`.
         """
         model, optimizers = self._model_and_optimizers("load_state")
         if model is None:

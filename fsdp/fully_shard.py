@@ -60,7 +60,7 @@ class DataParallelMeshDims:
     """The dimensions of a `DeviceMesh` for data parallelism; torch's class is accepted as well.
 
     Attributes:
-        shard: the name of the dimension to shard over, or of multiple dimensions that are used as one.
+        shard: the name of the dimension to shard over, or of multiple dimensions used as one.
         replicate: the name of the dimension to replicate over, if any.
     """
 
@@ -113,7 +113,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     placements: Placements | None = None,
 ) -> Any:
-    """Shard all parameters of a module that no inner module has sharded: each becomes a `DTensor`.
+    """Shard all parameters of a module that no inner module sharded: each becomes a `DTensor`.
 
     Call this on inner modules first, then on outer modules; only the running module and the next module (or small
     modules of up to 1 MiB) are unsharded at a time. The module is changed in place; its class becomes ``FSDP<Class>``,
@@ -126,7 +126,7 @@ def fully_shard(
     Every rank must make the same calls in the same order, with the same values; ranks compare both at the first use.
 
     Args:
-        module: a module whose forward is called (a plain ``ModuleList`` has no forward), or multiple modules. A module
+        module: a module whose forward is called (not a plain ``ModuleList``), or multiple modules. A module
             may have no parameters, or only parameters of inner sharded modules.
         mesh: the ranks to shard over; on a 2-D mesh, parameters are replicated over dim 0 and sharded over dim 1.
             Default: all ranks, on CUDA if any parameter is there or the default process group supports it. Parameters
@@ -151,7 +151,7 @@ def fully_shard(
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for a value that is not a module or mesh, and for parameters of torch's quantised dtypes.
+        TypeError: for a value other than a module or mesh, and for parameters of torch's quantised dtypes.
         ValueError: for containers without a forward, and modules that are sharded already; for `DTensor`s that are
             not on another dimension of the same mesh; for placements that a parameter does not support; for dtypes that
             cannot be trained with the given policy.
@@ -204,7 +204,7 @@ def fully_shard(
 
 
 def _settle_ties(unit: Unit, *_: Any) -> None:
-    """Tie parameters again that a user has tied, before values are loaded into them."""
+    """Merge parameters that a user has tied into a single parameter, before values are loaded into it."""
     tie_assigned(each for _, each in units_in(unit))
 
 
@@ -236,7 +236,7 @@ class DTensorForm:
         self._spread, self._replicas = spread, replicas
         self._placement_of, self._mp_policy = placement_of, mp_policy
         self._dims: dict[str, int] = {}  # the sharded dimension of each parameter, by name
-        self._parts: dict[str, MeshPart | None] = {}  # of parameters that are on a mesh already
+        self._parts: dict[str, MeshPart | None] = {}  # of parameters already on a mesh
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
         for param, places in found.items():
@@ -310,7 +310,7 @@ def _placements(given: Placements | None, reshard_after_forward: Any, spread: Da
 
 
 def _outermost(given: Any) -> list[Any]:
-    """Return the given modules without modules that are inside other given modules."""
+    """Return the given modules without modules inside other given modules."""
     if not isinstance(given, (list, tuple)):
         return [given]
     if not given:
@@ -374,7 +374,7 @@ class GradientReductionHandle:
 
 
 class _RefusesDistributedDataParallel:
-    """The names that `DistributedDataParallel` should ignore: an error, unless a user has set them on the module."""
+    """The names that `DistributedDataParallel` should ignore: an error, unless a user set them on the module."""
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
@@ -383,7 +383,7 @@ class _RefusesDistributedDataParallel:
 
 
 class FSDPModule(_Base):
-    """The class of modules whose parameters `fully_shard` has sharded, mixed into ``FSDP<Class>``."""
+    """The class of modules sharded by `fully_shard`, mixed into ``FSDP<Class>``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # ``type(module)(...)`` creates a module of the original class, which is not sharded.
@@ -398,7 +398,7 @@ class FSDPModule(_Base):
         """Yield the same as `nn.Module`: unsharded parameters of modules that are unsharded, otherwise `DTensor`s.
 
         Between passes, a `DTensor` with a gradient is always listed, for clipping, zeroing and optimizer steps. A
-        tensor that a user has assigned to a parameter is stored in the shard first.
+        tensor assigned by a user to a parameter is stored in the shard first.
         """
         on_demand.refuse_separate_backwards(_of(self))
         units = _units(self, recurse=True)
@@ -466,7 +466,7 @@ class FSDPModule(_Base):
         """Set whether to reshard after forward, also as the outermost module, and with `recurse` for inner modules.
 
         Raises:
-            ValueError: for a value that is not a bool.
+            ValueError: for any other type than bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be True or False here, got {reshard_after_forward!r}")
@@ -492,13 +492,13 @@ class FSDPModule(_Base):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward unshards the module's parameters, which, for example, an embedding does not require.
 
-        If autograd has saved parameters, backward raises an error about changed tensors. A recomputed forward always
+        If autograd saved parameters, backward raises an error about changed tensors. A recomputed forward always
         unshards them.
         """
         _of(self).policy.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Make all-gathers wait for an event that was recorded after the optimizer's step.
+        """Make all-gathers wait for an event recorded after the optimizer's step.
 
         All-gathers are ordered after work on the current stream. This stream waits for the event now, so all-gathers
         are ordered after a step on another stream. On CPU this has no effect.
@@ -518,7 +518,7 @@ class FSDPModule(_Base):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backwards all-reduce reduce-scattered gradients over replicas, or accumulate them on each rank.
 
-        Accumulating shards takes 1/W of the memory of unsharded gradients. The setting has no effect without replicas,
+        Accumulating shards takes 1/W of the memory of unsharded gradients. There is no effect without replicas,
         or while gradients are not reduced at all.
         """
         for unit in _units(self, recurse):
@@ -552,7 +552,7 @@ class FSDPModule(_Base):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Collective. Reduce accumulated gradients of modules for which `set_requires_gradient_sync` is True.
 
-        Gradients that were assigned to unsharded parameters are also reduced. Before the first forward there are none.
+        Gradients assigned to unsharded parameters are also reduced. Before the first forward there are none.
 
         Args:
             async_op: If True, return a handle, for torch's schedules; the gradients are complete already.
@@ -591,9 +591,9 @@ class FSDPModule(_Base):
         """Do nothing: all collectives here only sum, and gradients are divided separately. The name is torch's."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether a parameter that no rank has used gets a gradient of zeros instead of None.
+        """Set whether a parameter not used on any rank gets a gradient of zeros instead of None.
 
-        If any rank has used a parameter, all other ranks always contribute zeros.
+        If any rank used a parameter, all other ranks always contribute zeros.
         """
         for unit in _units(self, recurse):
             unit.policy.fills_unused = reduce_scatter_unused_params
@@ -604,7 +604,7 @@ class FSDPModule(_Base):
         More reductions hide slow communication, but use more memory. The maximum over all modules of a root is used.
 
         Raises:
-            TypeError: for a value that is not an int.
+            TypeError: for any other type than int.
             ValueError: if it is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -673,7 +673,7 @@ class FSDPModule(_Base):
         raise NotImplementedError(_no_buffers("set_symm_mem_for_comm"))
 
     def reset_iter_state(self) -> None:
-        """Discard a forward or backward that has raised, and all gradients of the step, reduced or not.
+        """Discard a failed forward or backward, and all gradients of the step, reduced or not.
 
         The micro-batches of the step must be repeated. The next forward also discards the failed pass, but keeps
         gradients.

@@ -230,7 +230,7 @@ class FullyShardedDataParallel(Wrapper):
 
     @property
     def no_broadcast_optim_state(self) -> bool:
-        """True if the gathered optimizer state excludes this unit's, by option or because rank 0 has all of it."""
+        """True if the gathered optimizer state excludes this unit's, by option or because rank 0 stores all of it."""
         return on_demand.is_uncollected(self._unit, getattr(self._unit.runtime, "root", self._unit))
 
     @property
@@ -242,9 +242,9 @@ class FullyShardedDataParallel(Wrapper):
         return [param for handle in self._unit.owned_handles for param in handle.listed_params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Share a parameter that another wrapper has taken and that this wrapper's module also uses (docs/usage.md).
+        """Share a parameter that another wrapper took and this wrapper's module also uses (docs/usage.md).
 
-        For modules that were tied and then wrapped separately, each with ``flatten_parameters=False``. Call this on all
+        For modules tied first and then wrapped separately, each with ``flatten_parameters=False``. Call this on all
         wrappers except the first, before the first use, with the parameter from the first wrapper's module or `params`.
 
         Raises:
@@ -544,7 +544,7 @@ class FullyShardedDataParallel(Wrapper):
         Raises:
             RuntimeError: inside a forward or backward, while there are parameters without values, or if ranks have
                 different `rank0_only`.
-            OtherRankError: with the reason, if another rank has raised an error, for example in a user's hook.
+            OtherRankError: with the reason, if another rank raised an error, for example in a user's hook.
         """
         if self._unit.request(LocalState):  # an outer wrapper's local state is being taken
             return self.local_state_dict(destination, prefix, keep_vars)
@@ -646,13 +646,13 @@ class FullyShardedDataParallel(Wrapper):
 
     @during("load_sharded_state_dict()")
     def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """Collective. Load a state from `sharded_state_dict` after DCP has loaded values into it.
+        """Collective. Load a state from `sharded_state_dict` after DCP loaded values into it.
 
         Unsharded tensors are accepted as well. Entries without loaded values count as missing. Returns torch's result.
 
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
-                kinds of tensors that do not match. If any rank cannot load, all ranks raise, and no value has changed.
+                kinds of tensors that do not match. If any rank cannot load, all ranks raise, and no value is changed.
         """
         require_shards(self._units(), "load a sharded state dict")
         on_demand.ensure_agreed(self._unit)
@@ -682,7 +682,7 @@ class FullyShardedDataParallel(Wrapper):
 
         Args:
             optim: an optimizer, or an object with a similar ``state_dict()``. It is not changed.
-            recipient_rank: the number of the rank that gets the result. None: all ranks.
+            recipient_rank: the number of the receiving rank. None: all ranks.
             ignored: accepted for compatibility with FairScale.
 
         Raises:
@@ -700,7 +700,7 @@ class FullyShardedDataParallel(Wrapper):
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
-            TypeError, ValueError: for another model's state, or state that cannot be sharded. Nothing is changed then.
+            TypeError, ValueError: for another model's state, or unsupported state. Nothing is changed then.
         """
         return on_demand.become_shard(self, full_optim_state_dict)
 

@@ -8,15 +8,15 @@ forward. Checkpoints are a single file with unsharded tensors, or a folder with 
 
 [Note: restored early, loaded late] The Trainer restores a checkpoint either before `setup`, when the model is not
 wrapped, or after `setup`, but then without the user's ``weights_only``. The strategy therefore restores before `setup`,
-and keeps the model's state until `setup` has wrapped the model.
+and keeps the model's state until `setup` wraps the model.
 
 [Note: manual optimization] In manual optimization, backward and optimizer steps are in the middle of `training_step`,
 where gradients of a unit that is still in its forward cannot be clipped. The step is therefore called outside the
 outermost wrapper's forward. The outermost wrapper must have no parameters of its own: each called module is a unit.
 
 [Note: in the background] With Lightning's `AsyncCheckpointIO`, folders are written by a `Saver` during training.
-Callbacks assume that a checkpoint exists when `save` has returned, and remove the previous checkpoint. Removals
-therefore wait until all checkpoints that were begun earlier are complete.
+Callbacks assume that a checkpoint exists when `save` returns, and remove the previous checkpoint. Removals
+therefore wait until all earlier checkpoints are complete.
 
 [Note: numbers and names] In files, optimizer state is unsharded and uses the numbers of the unsharded model's
 optimizer, so that files can be exchanged with other strategies. Names are also stored, in torch's ``param_names``, and
@@ -310,7 +310,7 @@ class FullyShardedStrategy(DDPStrategy):
         return self._required_wrapper().state_dict(rank0_only=True) if self._is_full else {}
 
     def _wait_for_errors(self) -> None:
-        """Collective. Raise an error if a callback saves because of an exception that some ranks do not have.
+        """Collective. Raise an error if a callback saves because of an exception that other ranks do not have.
 
         The other ranks would continue their step, whose collectives do not match the collectives of a save. All ranks
         therefore synchronize using the store.
@@ -461,7 +461,7 @@ class FullyShardedStrategy(DDPStrategy):
         return result
 
     def _heard(self, text: str) -> str:
-        """Collective. Return the first rank's text that is not empty."""
+        """Collective. Return the first rank's nonempty text."""
         return next(filter(None, [self.broadcast(text, rank) for rank in range(self.world_size)]))
 
     @classmethod
@@ -706,7 +706,7 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
 def _not_in_optimizer(
     lightnings: Callable[..., list[Any]], optimizer: torch.optim.Optimizer, params: Iterable[Any]
 ) -> list[Any]:
-    """Return the parameters that `BaseFinetuning` has thawed and that an optimizer does not contain.
+    """Return the parameters thawed by `BaseFinetuning` that an optimizer does not contain.
 
     Lightning compares values, and a rank may have no elements of two parameters, which would be equal on this rank.
     """

@@ -1,4 +1,4 @@
-"""The functions that use autograd's internals, and the private names that they require.
+"""The functions that use autograd's internals, and the required private names.
 
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
 ``torch._C._autograd._get_current_graph_task_keep_graph``,
@@ -33,7 +33,7 @@ from fsdp.engine.counted_data import version_of
 
 
 def backward_id() -> int:
-    """Return the number of the backward that autograd is running on this thread; -1 if there is none."""
+    """Return the number of the running backward on this thread; -1 if there is none."""
     return torch._C._current_graph_task_id()
 
 
@@ -43,7 +43,7 @@ def in_backward() -> bool:
 
 
 def retains_graph() -> bool:
-    """Return whether autograd is running a backward on this thread that retains the graph."""
+    """Return whether autograd is running a backward with a retained graph on this thread."""
     return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
@@ -71,7 +71,7 @@ def outside_modes() -> AbstractContextManager[Any]:
     the process. A default device is also such a mode, and remains active.
 
     A selective checkpoint numbers the operations of a forward, stores some results, and returns them by number during
-    recomputation. A recomputation has fewer all-gathers, and would get results of other operations.
+    recomputation. A recomputation runs fewer all-gathers, and would get results of other operations.
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return _without_modes()
@@ -108,7 +108,7 @@ def _replaced(
 
 
 def unpacks_saved_tensors() -> Any:
-    """Return the function that unpacks tensors that autograd saves now, for example a checkpoint's; None by default.
+    """Return the function to unpack tensors that autograd saves now, for example a checkpoint's; None by default.
 
     The function is alive as long as a graph contains tensors saved by its hooks.
     """
@@ -117,7 +117,7 @@ def unpacks_saved_tensors() -> Any:
 
 
 def copies_saved_tensors() -> bool:
-    """Return whether `allow_mutation_on_saved_tensors` copies tensors that autograd has saved before they are written.
+    """Return whether `allow_mutation_on_saved_tensors` copies saved tensors before they are written.
 
     The mode identifies tensors by the address of their memory. Copying freed memory may end the process.
     """
@@ -135,7 +135,7 @@ def will_run(node: Any) -> bool:
 
 
 class _Edge(torch.autograd.Function):
-    """An operation that is only used for its place in the graph."""
+    """An operation, only used for its place in the graph."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class FreedLeaves:
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._leaves = tuple(leaves)
-        self._versions: tuple[int, ...] | None = None  # the versions that autograd knows, while leaves are sealed
+        self._versions: tuple[int, ...] | None = None  # the versions known to autograd, while leaves are sealed
 
     def seal(self) -> None:
         """Change the versions, because the memory is freed and a graph may have saved the leaves."""
@@ -239,7 +239,7 @@ class FreedLeaves:
 
 
 def differentiable_tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested containers and in attributes of any objects that require a gradient."""
+    """Return tensors with `requires_grad` in nested containers and in attributes of any objects."""
     if isinstance(tree, Tensor):
         return [tree] if tree.requires_grad else []
     found: dict[int, Tensor] = {}

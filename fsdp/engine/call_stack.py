@@ -1,4 +1,4 @@
-"""Functions that find running calls on Python's stack."""
+"""Functions to find running calls on Python's stack."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 For other tensors, torch does not count writes through ``.data``.
 
-A tensor that is assigned to ``.data`` is copied to the shard at the next use. The shard then moves to new memory,
+A tensor assigned to ``.data`` is copied to the shard at the next use. The shard then moves to new memory,
 because programs swap weights using ``.data``: other tensors and parameters with the old memory keep their values.
-Tensors that were read from the ``.data`` of other parameters of the shard share the new memory (`bring_seen`).
+Tensors read from the ``.data`` of other parameters of the shard share the new memory (`bring_seen`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class CountedParameter(nn.Parameter):
         self.__dict__.pop("_vector", None)
         _torchs.__set__(self, value)
         if not self.is_inference():
-            increment_version(self)  # so that a handle detects the new memory
+            increment_version(self)  # for handles to detect the new memory
 
 
 def _noted(param: Tensor, seen: Tensor) -> Tensor:
-    """Keep a weak reference to a tensor that was read from a parameter's ``.data``, and return the tensor."""
+    """Keep a weak reference to a tensor read from a parameter's ``.data``, and return the tensor."""
     if not torch.compiler.is_compiling():
         alive = [one for one in param.__dict__.get("__seen__", ()) if one() is not None]
         param.__dict__["__seen__"] = [*alive, weakref.ref(seen)]
@@ -47,7 +47,7 @@ def _noted(param: Tensor, seen: Tensor) -> Tensor:
 
 
 def bring_seen(param: Tensor, memory: int) -> None:
-    """Share the parameter's new memory with tensors that were read from ``param.data`` before the memory moved.
+    """Share the parameter's new memory with tensors read from ``param.data`` before the memory moved.
 
     Args:
         param: a parameter whose ``.data`` was not assigned.
@@ -74,7 +74,7 @@ version_of = operator.attrgetter("_version")  # of a plain tensor: increases wit
 
 
 def version_of_dtensor(tensor: Tensor) -> int:
-    """Return a number that increases when a `DTensor` or its local tensor, which has a separate counter, is written."""
+    """Return a number that increases when a `DTensor` or its local tensor, with a separate counter, is written."""
     return tensor._version + held_part(tensor)._version
 
 

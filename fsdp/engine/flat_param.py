@@ -28,7 +28,7 @@ class ParamInfo(NamedTuple):
 
 
 class SharedParamInfo(NamedTuple):
-    """A further place of a parameter that occurs multiple times in a unit; `primary` is the first place."""
+    """A further place of a parameter with multiple places in a unit; `primary` is the first place."""
 
     module: nn.Module
     name: str
@@ -56,7 +56,7 @@ def _of_shard(name: str) -> Callable[..., Any]:
 
 
 class ListedParameter(CountedParameter):
-    """A parameter for optimizers that may be a shard; methods that are not elementwise then warn."""
+    """A parameter for optimizers that may be a shard; non-elementwise methods then warn."""
 
     _is_sharded: bool
 
@@ -67,7 +67,7 @@ class ListedParameter(CountedParameter):
 class FlatParameter(ListedParameter):
     """Multiple parameters concatenated in row-major order, as a single 1-D parameter.
 
-    A single parameter that is not sharded may keep its shape.
+    A single, unsharded parameter may keep its shape.
 
     Args:
         params: a non-empty list or tuple of unflattened parameters with the same dtype, device and `requires_grad`.
@@ -76,12 +76,12 @@ class FlatParameter(ListedParameter):
 
     Raises:
         ValueError: if `params` is empty, not a list or tuple of tensors, or contains a `FlatParameter`; or for
-            parameters that differ in dtype, device, or `requires_grad`.
+            parameters with different dtype, device, or `requires_grad`.
     """
 
     _layout: Layout  # of the parameters (local parts of `DTensor`s) on a single rank
-    parts: tuple[MeshPart | None, ...]  # the mesh of each parameter that is a `DTensor`
-    packings: tuple[Any, ...]  # of parameters that are sharded as bytes (`fsdp.layers.packing`)
+    parts: tuple[MeshPart | None, ...]  # the mesh of each `DTensor` parameter
+    packings: tuple[Any, ...]  # of parameters sharded as bytes (`fsdp.layers.packing`)
     examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each trained tensor subclass
     attributes: tuple[Attributes, ...]  # set by users on the parameters
     valueless: frozenset[int]  # numbers of parameters without values yet, from the meta device
@@ -144,7 +144,7 @@ class FlatParameter(ListedParameter):
             align: each parameter starts at a multiple of this number of elements.
             layout_type: the layout that divides the vector into shards.
             dims: the dimension along which each parameter is sharded. Default: the first.
-            keeps_shape: If True, a single parameter that is not divided across ranks keeps its shape.
+            keeps_shape: If True, a single, undivided parameter keeps its shape.
             block: no rank's part of a parameter begins or ends inside a block of this number of its elements.
         """
         kinds = [local_part(param.detach()) for param in params]
@@ -270,7 +270,7 @@ class FlatParameter(ListedParameter):
             self.grad = placeholder
 
     def bring_gradient(self) -> None:
-        """Copy a gradient that is kept on another device to ``grad``, where optimizers expect it."""
+        """Copy a gradient from another device to ``grad``, where optimizers expect it."""
         held = self.held_gradient
         if held is not None and held is not self.grad:
             self.grad = _shaped(held.to(self.device), self.shape)
@@ -366,7 +366,7 @@ class ListedParameters:
         self.params: list[nn.Parameter] = [flat_param]
 
     def param_of(self, slot: int) -> nn.Parameter:
-        """Return the listed parameter that contains the elements of an original parameter."""
+        """Return the listed parameter with the elements of an original parameter."""
         return self._flat_param
 
     @property
@@ -376,17 +376,17 @@ class ListedParameters:
 
     @property
     def zeroed(self) -> Sequence[int]:
-        """The numbers of parameters without a gradient, whose accumulated gradients the user has dropped."""
+        """The numbers of parameters without a gradient, whose accumulated gradients the user dropped."""
         return ()
 
     def alias(self) -> None:
         """Make the parameters views of the shard, which may be a different tensor now."""
 
     def note_places(self) -> None:
-        """Record the addresses of the parameters after the shard's memory has moved."""
+        """Record the addresses of the parameters after the shard's memory was moved."""
 
     def absorb(self) -> Sequence[int]:
-        """Write values that users have assigned to ``.data`` of the parameters to the shard.
+        """Write values assigned to ``.data`` of the parameters to the shard.
 
         Return the numbers of parameters for which writes were detected.
         """
@@ -396,17 +396,17 @@ class ListedParameters:
         """Train the shard if any parameter is trained."""
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
-        """Return this rank's flat shard of a value that is distributed over ranks; None for an unsharded value."""
+        """Return this rank's flat shard of a value distributed over ranks; None for an unsharded value."""
         return None
 
     def give_memory(self, slots: Iterable[int]) -> None:
-        """Allocate memory for parameters that had no values and no memory until now."""
+        """Allocate memory for parameters without values and memory until now."""
 
     def collect_gradients(self) -> None:
         """Apply users' changes to gradients: zeroed (None) gradients become zero in the shard's gradient as well."""
 
     def show_reduced(self, used: Sequence[int], missed: Sequence[int]) -> None:
-        """Show the gradients of a backward, after adding gradients that autograd accumulated in local shards."""
+        """Show the gradients of a backward, after adding gradients accumulated in local shards by autograd."""
 
     def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
         """Set gradients to their elements of the shard's gradient; parameters not `used` remain without a gradient.
@@ -433,7 +433,7 @@ def refuse_unlike(params: Sequence[Tensor], names: Sequence[str]) -> None:
 
 
 def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:
-    """Set the dtype of parameters' gradients, also of gradients that were cast together with the parameters."""
+    """Set the dtype of parameters' gradients, also of gradients cast together with the parameters."""
     for param in params:
         gradient = param.grad
         if gradient is not None and gradient.dtype != dtype:
@@ -442,7 +442,7 @@ def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:
 
 
 def _give_grad_dtype(made: FlatParameter, source: Tensor) -> None:
-    """Use the gradient dtype that a user has set for `source`."""
+    """Use the gradient dtype set by a user for `source`."""
     if source.grad_dtype != source.dtype:
         made.grad_dtype = source.grad_dtype
 

@@ -1,4 +1,4 @@
-"""The hooks around the forward of a unit's module, and the calls of the module that backward reaches again.
+"""The hooks around the forward of a unit's module, and the module's calls, which backward reaches again.
 
 Hooks are registered on the wrapped module itself, so the module may be called through the wrapper, directly, or from
 its ``generate()``.
@@ -38,7 +38,7 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import TrainingState, Unit
 
-# The module attribute that contains the hooks.
+# The module attribute for the hooks.
 _ATTRIBUTE = "_fsdp_forward"
 
 
@@ -51,7 +51,7 @@ class ForwardHooks:
     """Runs a unit's runtime around the forward of a module, and casts inputs and outputs.
 
     Args:
-        unit: the unit that the module belongs to.
+        unit: the module's unit.
         module: the unit's module, or a module of its group.
         clear_autocast_cache: If True, clear autocast's cache of cast weights after each forward.
         brings_inputs: If True, move inputs of the outermost module to the device of the computation.
@@ -83,7 +83,7 @@ class ForwardHooks:
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
         elif self._unit.state is TrainingState.FORWARD and self.runs(elsewhere=True):
-            self.depth += 1  # the other call continues after this call has raised
+            self.depth += 1  # the other call continues after this call raises
             raise RuntimeError(
                 f"rank {own_rank()}: {self._unit.name} is called while another thread is in its forward. A sharded "
                 "model unshards its parameters for one thread at a time: call it from one thread, or with a lock "
@@ -103,7 +103,7 @@ class ForwardHooks:
 
     @uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook after the module has computed or raised. Returns the output, cast if requested."""
+        """Hook after the module computed or raised. Returns the output, cast if requested."""
         unit = self._unit
         self.depth -= 1
         if self.depth > 0 or unit.runtime is None or unit.state is TrainingState.SUMMON_FULL_PARAMS:
@@ -203,7 +203,7 @@ def _in_graph(tensor: Tensor) -> Tensor:
 
 
 def forward_hooks_of(module: nn.Module) -> ForwardHooks:
-    """Return the forward hooks of a module that a unit has registered."""
+    """Return a module's forward hooks, registered by a unit."""
     hooks: ForwardHooks = module.__dict__[_ATTRIBUTE]
     return hooks
 
@@ -250,10 +250,10 @@ class Call:
         self.ends_at: list[list[bool]] | None = None  # trained parameters, if inputs are watched
         self._input_nodes: list[Any] = []  # whose gradients are reported to the runtime
         self._upstream: set[Any] = set()  # these, and the nodes of the inputs' base tensors
-        # The last backward that has reached the inputs, and how many of their gradients are not computed yet.
+        # The last backward to reach the inputs, and how many of their gradients are not computed yet.
         self._input_backward, self._missing_inputs = -1, 0
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run the call; None if only some ranks do
-        self.backward: object = None  # the last backward that has reached the outputs
+        self.backward: object = None  # the last backward to reach the outputs
 
     def begin(self, around: Call | None) -> None:
         """Begin the computation, in the forward of a call `around` this call."""
@@ -264,7 +264,7 @@ class Call:
             around.checkpoints.append(weakref.ref(unpack))
 
     def watch_inputs(self, inputs: Any) -> None:
-        """Report to the runtime when backward has computed the gradients of the inputs, if there are any."""
+        """Report to the runtime after backward computed the gradients of the inputs, if there are any."""
         tensors = differentiable_tensors(inputs)
         self.ends_at = _trained(self.unit)
         self.will_pass = bool(tensors)
@@ -278,7 +278,7 @@ class Call:
     @property
     def may_outlast_gradients(self) -> bool:
         """Return whether the backward may continue after all awaited gradients of the unit have arrived."""
-        # A parameter that was frozen after this forward is still in its graph.
+        # A parameter frozen after this forward is still in its graph.
         return self.will_pass or (self.unit.has_frozen_handle and self.ends_at != _trained(self.unit))
 
     def watch_outputs(self, outputs: Any) -> bool:

@@ -25,7 +25,7 @@ class GradientSync(Enum):
 
 
 class Taken(NamedTuple):
-    """A flat gradient that was taken for a reduction."""
+    """A flat gradient, taken for a reduction."""
 
     flat: Tensor  # ``[padded_numel]``
     divisor: float  # still to be divided by this
@@ -39,9 +39,9 @@ class GradientBuffer:
     contains a value (`_filled`, until the buffer is taken), and whether the gradient has arrived in this backward
     (`_arrived`).
 
-    The buffer has no elements for frozen parameters, which are not sent, if the layout supports this. All ranks freeze
-    the same parameters, and choose the layout when no gradient is accumulated on any rank. A reduction leaves out
-    parameters that no rank used in its backward, after the ranks have exchanged which parameters these are.
+    The buffer contains no elements for frozen parameters, which are not sent, if the layout supports this. All ranks
+    freeze the same parameters, and choose the layout when no gradient is accumulated on any rank. A reduction omits
+    parameters that no rank used in its backward, after the ranks exchanged which parameters these are.
 
     Args:
         layout: where each gradient is placed in the shards.
@@ -72,10 +72,10 @@ class GradientBuffer:
         self._device = device
         self.sync = GradientSync.FULL  # of the running backward
         self.is_reduced = True  # by the running backward
-        self.was_scattered = False  # the previous backward has reduce-scattered all gradients on all ranks
+        self.was_scattered = False  # the previous backward reduce-scattered all gradients on all ranks
         self._flat: Tensor | None = None
         self._divisor = 1.0  # applied when the buffer is taken
-        self._spare: Taken | None = None  # returned by `reuse`, without memory
+        self._spare: Taken | None = None  # kept by `reuse`, without memory
         self._scattered: Sequence[Tensor] = ()  # flat sums of earlier backwards, still without replicas
         self._owes = False  # other ranks have gradients: contribute zeros if this rank has none
         self._filled = bytearray(len(layout.slots))
@@ -85,7 +85,7 @@ class GradientBuffer:
         self.used = bytearray(len(layout.slots))  # gradients were taken since the last backward began
         self.times_taken = 0  # since then
         self.has_arrived = False  # any gradient, since then
-        self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd has announced a gradient
+        self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd announced a gradient
         self._places: list[list[Tensor]] = []
         self.expect(expected)
 
@@ -96,7 +96,7 @@ class GradientBuffer:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of accumulated gradients that are not reduced yet."""
+        """The bytes of accumulated, unreduced gradients."""
         return sum(each.nbytes for each in (self._flat, *self._scattered) if each is not None)
 
     def begin_backward(self, expected: Sequence[bool], sync: GradientSync, fills_unused: bool) -> None:
@@ -245,7 +245,7 @@ class GradientBuffer:
             parts: this rank's shard of the sum, divided by parameters; multiple shards are concatenated.
         """
         for part, held in zip(parts, self._scattered):  # noqa: B905 (`_scattered` may be empty)
-            if held.numel():  # empty for parameters that were thawed since
+            if held.numel():  # empty for parameters thawed since
                 part.add_(held)
         self.used = bytearray(map(max, self.used, self._has_scattered))
         is_held = self.sync is GradientSync.SHARDS
@@ -254,12 +254,12 @@ class GradientBuffer:
         return is_held
 
     def note_held(self, used: Sequence[int]) -> None:
-        """Record which parameters any rank has used, if this rank holds shards of their sums."""
+        """Record which parameters any rank used, if this rank holds shards of their sums."""
         if self._scattered:
             self._has_scattered = bytearray(map(bool, used))
 
     def of_shard(self, reduced: Tensor, rank: int) -> Tensor:
-        """Return the gradient of the rank's shard ``[shard_numel]``, with zeros for parameters that are left out."""
+        """Return the gradient of the rank's shard ``[shard_numel]``, with zeros for omitted parameters."""
         if self.layout is self._whole:
             return reduced
         shard = reduced.new_zeros(self._whole.shard_numel)

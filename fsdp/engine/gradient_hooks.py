@@ -1,4 +1,4 @@
-"""`GradientHooks` calls the hooks that users have registered on the parameters of optimizers."""
+"""`GradientHooks` calls users' hooks on the parameters of optimizers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ IN_BACKWARD = "_in_backward_optimizers"  # the attribute by which torch marks pa
 
 
 class GradientHooks:
-    """The hooks of a handle, and the reduced gradient that waits for them.
+    """The hooks of a handle, and the reduced gradient waiting for them.
 
-    The gradient waits until backward has ended, because a hook must be called once with the whole gradient of this
+    The gradient waits until backward ends, because a hook must be called once with the whole gradient of this
     backward.
 
     Args:
         flat_param: this rank's shard.
-        params: the parameters that may have hooks: the flat parameter, or the local shards of its original parameters.
+        params: the parameters with possible hooks: the flat parameter, or the local shards of its original parameters.
         orig_params: the object with the local shards, if they are listed instead of the flat parameter.
     """
 
@@ -33,14 +33,14 @@ class GradientHooks:
         self.delivered: Sequence[nn.Parameter] = ()  # with gradients from this backward
 
     def keep(self, reduced: Tensor) -> None:
-        """Keep a reduced gradient ``[shard_numel]`` until backward has ended, or add it to the kept gradient."""
+        """Keep a reduced gradient ``[shard_numel]`` until backward ends, or add it to the kept gradient."""
         self.waiting = reduced if self.waiting is None else self.waiting + reduced
 
     def run(self, used: Sequence[int]) -> None:
         """Call the hooks of `Tensor.register_hook` with the waiting gradient, and add their results to the gradient.
 
         Args:
-            used: for each original parameter, whether any rank has used it.
+            used: for each original parameter, whether any rank used it.
         """
         reduced, self.waiting = self.waiting, None
         if reduced is None:
@@ -87,7 +87,7 @@ def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 
 def _optimizers_of(param: nn.Parameter) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that torch's `_apply_optimizer_in_backward` has created for a parameter.
+    """Return the optimizers created for a parameter by torch's `_apply_optimizer_in_backward`.
 
     Their hooks are on its node in the graph, which the gradient of a shard does not pass. A copy of the parameter has
     the same list, and is not stepped by it.

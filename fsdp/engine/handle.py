@@ -1,6 +1,6 @@
 """`FlatParamHandle` shards and unshards one flat parameter, and collects and reduces its gradients.
 
-A unit has a handle for each kind of parameter that it flattens (dtype, device, `requires_grad`, precision), like a
+A unit uses a handle for each kind of flattened parameter (dtype, device, `requires_grad`, precision), like a
 parameter group of FSDP2. The handle implements the collectives of its parameters; the runtime decides when they run.
 
 The tensors of a handle, for W ranks (P is the layout's padded number of elements):
@@ -13,8 +13,8 @@ The tensors of a handle, for W ranks (P is the layout's padded number of element
 - ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied to this buffer once computed.
   The result of the reduce-scatter, in the shard's dtype, is added to ``flat_param.grad``.
 
-During forward and backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
-(`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. If the world size is 1, the
+During forward and backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` started the all-gather), `UNSHARDED`
+(`wait_for_unshard` showed the leaves to modules), and `SHARDED` again after `reshard`. If the world size is 1, the
 shard is also the buffer and nothing is gathered, unless dtype or device of shard and computation differ.
 
 Users may change parameters between steps: assign new parameters, write to them, cast, move or freeze them. The handle
@@ -81,7 +81,7 @@ class FlatParamHandle:
         tags: the handle's number in the root, and its tags; 0 until the ranks have agreed on their units.
         unit_name, name: the names of the unit and of the handle in messages.
         policy, passes: the settings of the unit, and the passes of the root.
-        on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished the gradient.
+        on_gradient: called with the handle, a parameter's number and its leaf when the gradient is complete.
         places: for each parameter, where modules use it.
         presentation: the tensors that modules see and list in these places.
         listed: lists, for modules and optimizers, `flat_param`, or local shards of the original parameters.
@@ -189,7 +189,7 @@ class FlatParamHandle:
 
     @property
     def valueless(self) -> frozenset[int]:
-        """The numbers of the parameters that have no values yet; the shard holds zeros for them."""
+        """The numbers of the parameters without values yet; the shard contains zeros for them."""
         return self.flat_param.valueless
 
     @property
@@ -199,7 +199,7 @@ class FlatParamHandle:
 
     @property
     def is_cast(self) -> bool:
-        """True if the dtype of the computation differs from the dtype that the optimizer steps."""
+        """True if the compute dtype differs from the dtype of the optimizer's parameters."""
         return self.precision.compute_dtype(self.flat_param.dtype) != self.flat_param.dtype
 
     @property
@@ -274,7 +274,7 @@ class FlatParamHandle:
         return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": _NO_PASSES}
 
     def wake(self) -> None:
-        """Rebuild the parts that are not copied, after the handle was copied or unpickled, and attached to a unit."""
+        """Rebuild the uncopied parts, after the handle was copied or unpickled, and attached to a unit."""
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
@@ -322,7 +322,7 @@ class FlatParamHandle:
     def renew_unsharded(self) -> None:
         """Recreate the unsharded parameters, in another dtype or using another function.
 
-        Backward through forwards that used the former parameters raises an error.
+        Backward through forwards with the former parameters raises an error.
         """
         try:
             self.absorb()
@@ -382,12 +382,12 @@ class FlatParamHandle:
         return self.is_sharded and self.unsharded.is_exact and self.kept_shard is None
 
     def expect(self, pending: Pending) -> None:
-        """After `begin_unshard`: use an all-gather in flight that contains the parameters of multiple handles."""
+        """After `begin_unshard`: use an all-gather in flight with the parameters of multiple handles."""
         self._pending = pending
         self._enter(Phase.UNSHARDING)
 
     def shard_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the shard in a dtype, on the device of the computation; if the world size is 1, without staging."""
+        """Return the shard in a dtype on the compute device; if the world size is 1, gathering copies it from its device."""
         if self.flat_param.dtype != dtype or (self.storage.is_elsewhere and self.is_sharded):
             return self.storage.staged(self.flat_param, dtype)
         return self.flat_param.vector
@@ -405,7 +405,7 @@ class FlatParamHandle:
         return state
 
     def renew_kept(self) -> None:
-        """Before a forward: discard parameters kept for a backward; gather parameters that are kept until a step."""
+        """Before a forward: discard parameters kept for a backward; gather parameters kept until a step."""
         if self.kept_shard is not None and not self.kept_shard.lasts:
             self.kept_shard.forget()
         self.gather_kept()
@@ -419,7 +419,7 @@ class FlatParamHandle:
         return state
 
     def gather_kept(self) -> None:
-        """Start to gather the parameters that are kept across steps, unless they match the present shard."""
+        """Start to gather the parameters kept across steps, unless they match the present shard."""
         if self.kept_shard is None or not self.kept_shard.lasts or self.phase is not Phase.SHARDED:
             return
         state = self.dtype, self._ready_to_send(self._state_to_gather())
@@ -480,7 +480,7 @@ class FlatParamHandle:
         )
 
     def reshard(self) -> None:
-        """Free the unsharded parameters, after storing values that users have written to them in the shard.
+        """Free the unsharded parameters, after storing users' writes to them in the shard.
 
         Raises:
             RuntimeError: for values that the shard cannot store.
@@ -490,7 +490,7 @@ class FlatParamHandle:
         self.free()
 
     def free(self, *, is_needed: bool = False) -> None:
-        """Free the unsharded parameters, and drop values that were written to them and not stored yet.
+        """Free the unsharded parameters, and drop written values that are not stored yet.
 
         If backward needs the parameters again (`is_needed`), they are kept on fewer ranks if there is a `kept_shard`.
         """
@@ -548,7 +548,7 @@ class FlatParamHandle:
         """Expect gradients, see `GradientBuffer.begin_backward`."""
         self.gradients.forget(self.listed.zeroed)
         self.listed.collect_gradients()
-        # `mark_unreduced` left no None: the user has zeroed the gradients since, including accumulated ones.
+        # `mark_unreduced` left no None: the user zeroed the gradients since, including accumulated ones.
         if self.flat_param.grad is None:
             self.gradients.drop()
         self.follow_frozen()
@@ -606,7 +606,7 @@ class FlatParamHandle:
         self.listed.show_reduced(used, self.gradients.missed)
 
     def end_backward(self) -> None:
-        """Call users' hooks on accumulated gradients, if this backward has delivered any gradients."""
+        """Call users' hooks on accumulated gradients, if this backward delivered any gradients."""
         if self.gradient_hooks is not None:
             self.gradient_hooks.end_backward()
 
@@ -630,7 +630,7 @@ class FlatParamHandle:
         return self.flat_param.has_unreduced
 
     def drop_unreduced(self) -> None:
-        """Drop accumulated gradients that were not reduced or not delivered."""
+        """Drop accumulated gradients that were not reduced or delivered."""
         self.gradients.drop()
         if self.gradient_hooks is not None:
             self.gradient_hooks.abandon()
@@ -648,9 +648,9 @@ class FlatParamHandle:
             param.grad = None
 
     def absorb(self) -> None:
-        """Write values to the shard that users have assigned in the places of parameters, or to ``.data``.
+        """Write values assigned by users to the places of parameters, or to ``.data``, to the shard.
 
-        Also update `requires_grad` of parameters that users have frozen or thawed in their modules.
+        Also update `requires_grad` of parameters frozen or thawed by users in their modules.
 
         Raises:
             RuntimeError: for values that cannot be written; they are left in place.
@@ -670,7 +670,7 @@ class FlatParamHandle:
                 self._state_to_gather()
 
     def _absorb_places(self) -> None:
-        """Store the tensors that users have assigned in the places of parameters."""
+        """Store the tensors assigned by users in the places of parameters."""
         replaced = self.presentation.changed()
         if not replaced:
             return
@@ -679,7 +679,7 @@ class FlatParamHandle:
         self.presentation.take_back(replaced)
 
     def _absorb_written(self) -> None:
-        """Store the values that users have written to unsharded parameters."""
+        """Store the values written by users to unsharded parameters."""
         # If the buffer is the shard, written values are stored already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         if written:
@@ -688,7 +688,7 @@ class FlatParamHandle:
             self.unsharded.restore(written)
 
     def _absorb_shards(self) -> None:
-        """Store values that users have written to local shards or assigned to their ``.data``."""
+        """Store values written to local shards or assigned to their ``.data`` by users."""
         if written := self.listed.absorb():
             self.values.renewed(written)
         self._looked_at = self.shard_state[:2]
@@ -726,7 +726,7 @@ class FlatParamHandle:
         self.has_frozen = not all(self._trained)
 
     def _freeze(self, slot: int, needs: bool) -> None:
-        """Apply `requires_grad` that a user has set on a leaf, for example during a forward."""
+        """Apply a leaf's `requires_grad` if set by a user, for example during a forward."""
         if self.orig_params is not None:
             self.listed.param_of(slot).requires_grad_(needs)
         elif all(leaf.requires_grad is needs for leaf in self.unsharded.leaves):

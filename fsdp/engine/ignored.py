@@ -38,7 +38,7 @@ class Ignored:
         return Ignored(self.modules | other.modules, self.parameters | other.parameters)
 
     def check(self, sharded: Iterable[ParamInfo]) -> None:
-        """Raise ValueError if an inner unit, used at `sharded`, contains parameters that are now ignored."""
+        """Raise ValueError if an inner unit, used at `sharded`, contains parameters to ignore."""
         names = [name for name in map(taken_by, self.parameters) if name is not None]
         names += [
             f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules

@@ -96,7 +96,7 @@ class Layout(ABC):
 
         Args:
             named_shapes: the parameters.
-            world_size: the number of ranks that share them.
+            world_size: the number of ranks to share them.
             align: every parameter starts at a multiple of `align` and `block` elements; gaps belong to no parameter.
             dims: for each parameter, the dimension that is stored first. Default: the first.
             block: no rank's part of a parameter begins or ends inside a block of this number of its elements.

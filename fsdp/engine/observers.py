@@ -7,11 +7,11 @@ Without observers, an event only reads an empty tuple.
 |---|---|---|
 | `forward` | after the unit was unsharded for its forward | the unit, the inputs |
 | `forward_end` | after the forward, before anything else | the unit, the outputs, whether it failed |
-| `backward` | when backward has reached outputs of the unit | the unit |
+| `backward` | when backward reaches outputs of the unit | the unit |
 | `gradient` | before a gradient joins those of its flat parameter | the handle, the parameter's number, the gradient |
 | `gradients_complete` | when a flat parameter has all gradients | the unit, the handle |
 | `unshard`, `reshard` | after the unit was unsharded, before it is resharded | the unit |
-| `backward_end` | when a backward has ended; of the outermost unit | nothing |
+| `backward_end` | when a backward ends; of the outermost unit | nothing |
 | `step`, `step_end` | before and after the step of an optimizer; of the outermost unit | the optimizer |
 """
 
@@ -25,7 +25,7 @@ Methods = tuple[Callable[..., None], ...]
 
 
 class Observers:
-    """The methods that a unit's observers have for each event, in the order in which the observers were attached."""
+    """The methods of a unit's observers for each event, in the order of attachment."""
 
     forward: Methods
     forward_end: Methods

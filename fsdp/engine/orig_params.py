@@ -118,7 +118,7 @@ class OrigParams(ListedParameters):
         self._pointers[slot] = _pointer(self.params[slot])
 
     def _replaced(self) -> list[int]:
-        """Return the numbers of the local shards that use other memory now."""
+        """Return the numbers of the local shards with other memory now."""
         return [slot for slot, param in enumerate(self.params) if _pointer(param) != self._pointers[slot]]
 
     def elements_of(self, tensor: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class OrigParams(ListedParameters):
             self._flat_param.requires_grad_(is_trained)
 
     def _assigned(self, slot: int) -> Tensor:
-        """Return this rank's elements of the tensor that a user has assigned to a local shard's ``.data``."""
+        """Return this rank's elements of a tensor assigned by a user to a local shard's ``.data``."""
         param: Any = self.params[slot]
         if getattr(param, "owner", None) is not self._flat_param:
             raise RuntimeError(

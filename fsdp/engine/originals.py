@@ -1,6 +1,6 @@
-"""The original parameters that units have taken over: the new place of each, as long as it is referenced.
+"""The original parameters taken over by units: the new place of each, as long as it is referenced.
 
-A tied module outside of the unit may refer to an original parameter, or an optimizer that was created too early.
+A tied module outside of the unit may refer to an original parameter, or an optimizer created too early.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Taken(NamedTuple):
 
     @property
     def is_used(self) -> bool:
-        """True if the flat parameter that contains it still exists."""
+        """True if its flat parameter still exists."""
         return self.flat_param is not None and self.flat_param() is not None
 
 
-# Parameters that a unit has taken over, by id, while they are still referenced: by a tied module outside of the
-# unit, or by an optimizer that was created too early.
+# Parameters taken over by a unit, by id, while they are still referenced: by a tied module outside of the
+# unit, or by an optimizer created too early.
 _taken: dict[int, Taken] = {}
-times_taken = [0]  # the number of entries that were set
+times_taken = [0]  # the number of entries set
 
 
 def taken_over(param: Tensor) -> Taken | None:
-    """Return the record of this original parameter; None if no unit has taken it over."""
+    """Return the record of this original parameter; None if no unit took it over."""
     taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
@@ -133,7 +133,7 @@ _IN_DDP = (
 
 
 def refuse_held(root: nn.Module) -> None:
-    """Raise RuntimeError if a module of a tree still refers to an original parameter that was taken over.
+    """Raise RuntimeError if a module of a tree still refers to an original parameter taken over by a unit.
 
     Warn if an attribute of another parameter refers to an original, which may be a mark that no computation reads.
     """

@@ -46,10 +46,10 @@ class Participation:
         """Collective. The forward of a unit begins; if `is_outermost`, the forward of the model."""
 
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
-        """Collective. The forward of a unit has ended."""
+        """Collective. The forward of a unit ends."""
 
     def fail(self, unit: Unit) -> None:
-        """The forward of a unit has raised."""
+        """The forward of a unit raises."""
 
     def order(
         self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
@@ -65,7 +65,7 @@ class Participation:
         """A backward begins."""
 
     def reach(self, call: Call) -> None:
-        """Collective. Backward has reached the outputs of a call for the first time.
+        """Collective. Backward reaches the outputs of a call for the first time.
 
         Raises:
             RuntimeError: if other ranks no longer wait for this.
@@ -76,7 +76,7 @@ class Participation:
         return True
 
     def end_backward(self) -> None:
-        """Collective. Backward has ended on this rank."""
+        """Collective. Backward ends on this rank."""
 
     def abandon(self) -> None:
         """A forward or backward was aborted."""

@@ -35,8 +35,8 @@ class Placeholder(Tensor):
 
     _template: str
     _names: tuple[str, ...]
-    stands_for: Tensor | None  # the tensor that is kept elsewhere
-    listed: Tensor | None  # the parameter that modules list in this place
+    stands_for: Tensor | None  # the tensor kept elsewhere
+    listed: Tensor | None  # the parameter listed in this place
 
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -97,7 +97,7 @@ class Placeholder(Tensor):
     register_hook = register_post_accumulate_grad_hook = _refuse
 
     def requires_grad_(self, requires_grad: bool = True) -> Placeholder:
-        """Freeze or thaw the parameter that is listed in this place; raise RuntimeError if there is none."""
+        """Freeze or thaw the parameter listed in this place; raise RuntimeError if there is none."""
         if self.listed is None:
             raise RuntimeError(
                 f"{self.message} requires_grad={requires_grad} here would have no effect: freeze or thaw before "
@@ -117,7 +117,7 @@ class Placeholder(Tensor):
 class AbsentParameter(Placeholder):
     """A placeholder for a parameter. Functions such as `nn.Module.get_parameter` accept it as a parameter.
 
-    The placeholder shows the gradient of the parameter that modules list in its place, if there is one.
+    The placeholder shows the gradient of the parameter listed in its place, if there is one.
     """
 
     _is_param = True
@@ -142,11 +142,11 @@ class AbsentParameter(Placeholder):
 
 
 class ValuelessParameter(AbsentParameter):
-    """A placeholder for a parameter that has no values on any rank, until values are stored."""
+    """A placeholder for a parameter without values on any rank, until values are stored."""
 
 
 # A placeholder is only pickled as a part of a model: a separate pickle would be expected to contain values, and fail
-# when the file is read. Pickle has no callback for the end of an object, but it saves the object's state in order;
+# when the file is read. Pickle provides no callback for the end of an object, but it saves the object's state in order;
 # therefore a model's state ends with an `Arrival`.
 _under_way = 0
 
@@ -258,7 +258,7 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
 
 
 def gradient_elsewhere(name: str, like: Tensor, gradient: Tensor) -> Placeholder:
-    """Create the placeholder of a gradient that is stored on a different device than its parameter."""
+    """Create the placeholder of a gradient stored on a different device than its parameter."""
     return Placeholder(
         like.detach(),
         "the gradient of {} is kept on {} and the parameter on {}, as move_params_to_cpu and "
@@ -290,7 +290,7 @@ class _LeafCopies:
         return (self._placeholder if is_model_under_way() else self._apart()).__reduce_ex__(protocol)
 
     def _apart(self) -> Tensor:
-        """Return a copy of the leaf with its values, if any: a module may hold a leaf that is no longer shown."""
+        """Return a copy of the leaf with its values, if any: a module may refer to a former leaf."""
         leaf = self._leaf()
         local = None if leaf is None else local_part(leaf)
         if leaf is None or local is None or type(local) not in (Tensor, nn.Parameter):

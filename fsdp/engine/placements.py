@@ -75,7 +75,7 @@ _COLLECTIVES = {
     (OWNED, SHARDED): Collective.FROM_OWNERS,
 }
 
-# The number of times that a ring sends a tensor, except this rank's part.
+# The number of times a ring sends a tensor, except this rank's part.
 _TIMES_SENT = {Collective.ALL_GATHER: 1, Collective.REDUCE_SCATTER: 1, Collective.ALL_REDUCE: 2, Collective.SLICE: 0}
 
 
@@ -154,7 +154,7 @@ class ShardingStrategy(Enum):
 
     @classmethod
     def of(cls, given: Any) -> ShardingStrategy | None:
-        """Return the strategy that a user passed, which may be torch's."""
+        """Return the strategy passed by a user, which may be torch's."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, Enum) and given.name in cls.__members__:
@@ -191,7 +191,7 @@ class Placements:
 
     Raises:
         TypeError: for a value that is not a pair of placements, or for an invalid `reshard_after_forward`.
-        ValueError: for inconsistent placements. The message names placements that can be used.
+        ValueError: for inconsistent placements. The message names valid placements.
     """
 
     parameters: Placed
@@ -263,7 +263,7 @@ class Placements:
 
     @classmethod
     def resolve(cls, placements: Any, strategy: Any, reshard_after_forward: bool | int | Literal["host"]) -> Placements:
-        """Return the placements that correspond to the arguments of a front door.
+        """Return the placements for the arguments of a front door.
 
         Raises:
             TypeError: for a value of another class.

@@ -19,19 +19,19 @@ class Policy:
 
     Attributes:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
-        keeps_without_backward: a unit that is not resharded after a forward stays unsharded, even without a backward.
+        keeps_without_backward: a unit not resharded after a forward stays unsharded, even without a backward.
         keeps_as_root: as the outermost unit, stay unsharded from forward to backward, which begins with this unit.
         keeps_for_inference: stay unsharded between forwards without gradients, without comparison with the shards.
         part_of: a unit created in the same call; if it is outermost, this unit counts as outermost as well.
         keeps_memory: resharding keeps the memory of the unsharded parameters.
         unshard_in_backward: whether backward requires the parameters.
-        forward_prefetch, backward_prefetch: units to unshard ahead. Default: the units that are expected next.
+        forward_prefetch, backward_prefetch: units to unshard ahead. Default: the units expected next.
         sync: the stages of the reduction that the next backwards run.
-        is_last_backward: whether the user has declared the next backward as the last of a step.
+        is_last_backward: whether the user declared the next backward as the last of a step.
         predivide, postdivide: divisors of gradients before and after they are summed.
-        fills_unused: whether a parameter that no rank used gets a gradient of zeros.
+        fills_unused: whether a parameter not used on any rank gets a gradient of zeros.
         comm_hook: the user's reduce-scatter. Default: None, the library's reduce-scatter.
-        all_reduce_hook: a user's function that runs at the end of a reduction.
+        all_reduce_hook: a user's function, called at the end of a reduction.
         reductions_in_flight: the maximum number in flight when another starts; a root uses the maximum of its units.
         bucket_bytes: maximum size of a root's buckets of small gradients; 0 sends each gradient separately.
     """

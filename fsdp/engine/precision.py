@@ -161,7 +161,7 @@ class Precision:
         return replace(self, compute=None, reduce=None, grads=None, buffers=None, required=None, inputs=InputCast.NONE)
 
     def in_own_dtype(self) -> Precision:
-        """Return the precision of parameters that are unsharded in their own dtype."""
+        """Return the precision of parameters unsharded in their own dtype."""
         return replace(self, compute=None, grads=None, override=None)
 
     def leaves(self, name: str, param: nn.Parameter) -> bool:
@@ -196,7 +196,7 @@ class Precision:
         return (self.grads or own) if self.reduces_in_own else self.compute_dtype(own)
 
     def for_param(self, param: Tensor) -> Precision:
-        """Return the precision for a parameter, using a gradient dtype that the user has set as `grad_dtype`."""
+        """Return the precision for a parameter, using a gradient dtype set by the user as `grad_dtype`."""
         if param.grad_dtype is None:  # any
             return self.with_grads(self.reduce or self.compute_dtype(param.dtype))
         if param.grad_dtype != param.dtype:

@@ -46,7 +46,7 @@ _put = dict.__setitem__  # writes to a `Listing` without recording
 # The presentations that show lent tensors.
 lenders: weakref.WeakSet[Presentation] = weakref.WeakSet()
 
-# Parameters that users have assigned, with the place of each, as long as users keep references.
+# Parameters assigned by users, with the place of each, as long as users keep references.
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -69,14 +69,14 @@ class Listing(dict[str, Any]):
 
     @classmethod
     def of(cls, module: nn.Module) -> Listing:
-        """Return the listing of a module; created if the module has none."""
+        """Return the listing of a module; created if there is none."""
         listing = module._parameters
         if not isinstance(listing, cls):
             listing = module.__dict__["_parameters"] = cls(module)
         return listing
 
     def put(self, name: str, value: nn.Parameter | None) -> None:
-        """Set an item without a report. A name that was removed returns to its place in the order."""
+        """Set an item without a report. A removed name returns to its place in the order."""
         is_missing = name not in self
         super().__setitem__(name, value)
         for known in self._names if is_missing else ():
@@ -125,8 +125,8 @@ class Presentation:
         entries: for each listed parameter, the module and the name in the module.
 
     Attributes:
-        lent: the places where a tensor is lent; the flag is True if the caller has put it there, and False if the
-            caller has put it at another place of the parameter.
+        lent: the places where a tensor is lent; the flag is True if the caller put it there, and False if the
+            caller put it at another place of the parameter.
         look: the tensors that modules see, see `Look`.
         is_exposed: modules contain unsharded, ordinary parameters, for a state dict or `summon_full_params`.
         touched: the numbers of parameters with assignments to their places, until `changed` has compared all.
@@ -185,7 +185,7 @@ class Presentation:
         return changed
 
     def hide(self) -> None:
-        """Show placeholders as attributes again. A tensor that a user has assigned remains."""
+        """Show placeholders as attributes again. A tensor assigned by a user remains."""
         if self.look is Look.COMPUTING:
             self.list_shards()
         self.look = Look.SHARDED
@@ -218,7 +218,7 @@ class Presentation:
         return changed
 
     def list_shards(self) -> None:
-        """List the shards again. A parameter that a user has assigned meanwhile remains."""
+        """List the shards again. A parameter assigned by a user meanwhile remains."""
         if self.look is not Look.COMPUTING:
             return
         self.look = Look.UNSHARDED
@@ -376,7 +376,7 @@ class Presentation:
         return value.requires_grad is needs_grad and self._unsharded.is_same(slot, value)
 
     def _lendable(self, slot: int, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor that modules compute with, for a tensor that is passed for a single call.
+        """Return the tensor that modules compute with, for a tensor passed for a single call.
 
         Raises:
             RuntimeError: if the shape is not the parameter's, for example because the tensor is a shard.
@@ -412,7 +412,7 @@ class Presentation:
                 lenders.discard(self)
 
     def refuse_lent(self, what: str, unit: str) -> None:
-        """Raise RuntimeError if modules of `unit` compute with tensors that were passed for a single call."""
+        """Raise RuntimeError if modules of `unit` compute with tensors passed for a single call."""
         for module, name in self.lent:
             raise RuntimeError(
                 f"{unit}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to compute "
@@ -435,7 +435,7 @@ class Presentation:
         return sorted(changed)
 
     def replacement(self, slot: int) -> nn.Parameter:
-        """Return the parameter that a user has assigned where original number `slot` is used.
+        """Return the parameter assigned by a user where original number `slot` is used.
 
         A load with ``assign=True`` assigns a parameter to each place; all of them must be equal.
 

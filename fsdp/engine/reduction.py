@@ -1,9 +1,9 @@
-"""The reduction of gradients from flat buffers to shards: limited in number in flight, small gradients together.
+"""The reduction of gradients from flat buffers to shards: limited in number, and batched for small gradients.
 
-A reduction has a stage for each axis of the unit's mesh, see `fsdp.engine.placements`: a reduce-scatter along the shard
-axis, and then an all-reduce along the replica axis, or another reduce-scatter. When a new reduction starts, the stage
-in flight of each older reduction is awaited and the next stage starts. Transfers within a machine, transfers across
-machines, and backward therefore overlap.
+A reduction consists of a stage for each axis of the unit's mesh, see `fsdp.engine.placements`: a reduce-scatter along
+the shard axis, and then an all-reduce along the replica axis, or another reduce-scatter. When a new reduction starts,
+the stage in flight of each older reduction is awaited and the next stage starts. Transfers within a machine, transfers
+across machines, and backward therefore overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
-# Each step first waits for the collectives that the previous step has started.
+# Each step first waits for the collectives started by the previous step.
 Stages = Generator[None, None, None]
 
 
@@ -58,7 +58,7 @@ class Bucket:
             each = [_reduce_together(handles, name)]
         if first.reduce_comm.world_size > 1 or first.replica_axis.world_size == 1:
             yield
-        # Unsharded gradients that were sent are released.
+        # Sent unsharded gradients are released.
         shards = [labelled("reduce_scatter_wait", name, each.pop(0).wait) for _ in list(each)]
         if first.replica_axis.world_size > 1:  # and there is no hook, so there is only one shard
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
@@ -210,14 +210,14 @@ class Reductions:
     def release(self) -> None:
         """Release unsharded gradients except the last, while ranks run different modules.
 
-        Each rank starts a later stage after it has awaited the first stage, so only `drain` waits for later stages.
+        Each rank starts a later stage after awaiting the first stage, so only `drain` waits for later stages.
         """
         for reduction in self._in_flight[:-1]:
             if reduction[0].steps == 1:
                 self._advance(reduction)
 
     def finish(self) -> None:
-        """Send the remaining gradients, and wait until every shard has its gradient."""
+        """Send the remaining gradients, and wait until the gradients of all shards are complete."""
         for first in sorted(self._waiting):
             self._start(self._waiting.pop(first))
         self.drain()

@@ -68,7 +68,7 @@ class Chunk:
 class RowsLayout(Layout):
     """Divides every parameter along its `dim` into `world_size` chunks of equally many rows: ``Shard`` of DTensor.
 
-    Short or empty chunks are padded, so every rank's shard has the same size. A scalar counts as a single row. In
+    Short or empty chunks are padded, so all shards are of the same size. A scalar counts as a single row. In
     the gathered buffer the chunks of a parameter are ``shard_numel`` apart, so `unpack` copies.
 
     Chunks with a multiple of `align` elements begin at such a multiple and precede all other chunks, without gaps.
@@ -237,7 +237,7 @@ torch.serialization.add_safe_globals([RowsLayout])  # like the other layout, in 
 class Arrangement:
     """A buffer to all-gather into, and the views for copies from it to the unsharded parameters.
 
-    Like the leaves, all tensors are created once; the buffer has memory only during an all-gather.
+    Like the leaves, all tensors are created once; the buffer uses memory only during an all-gather.
 
     Args:
         layout: a layout that gathers parameters in another order than they are unsharded.

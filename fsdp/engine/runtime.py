@@ -76,16 +76,16 @@ class Runtime:
         self._adopt(named_units)
         mixed = [unit for unit in self.units if unit.precision.is_mixed]
         self.inside_mixed = {inner for unit in mixed for _, inner in units_in(unit) if inner is not unit}
-        self.has_run = False  # a forward has begun under this root
+        self.has_run = False  # a forward began under this root
         self._reductions = Reductions(root.policy.bucket_bytes)
         self._small_bytes = min(SMALL_BYTES, root.policy.bucket_bytes)  # the limit for units gathered together
         self._usage = Usage()
         self._forward_order, self._backward_order = self.new_order(), self.new_order()
         self._waiting: list[Unit] = []  # with complete gradients, while backward still reads the parameters
-        self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward has run since
+        self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward ran since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
         self._outermost = root  # the unit whose forward the user called last
-        self._running: list[Call] = []  # forwards that are running, the innermost last
+        self._running: list[Call] = []  # running forwards, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # running, or failed
         self._leaves_graph = False  # its graph is kept (create_graph=True) and needs unsharded parameters
         self.handles = [handle for unit in self.units for handle in unit.handles]
@@ -93,9 +93,9 @@ class Runtime:
         self._kept = [handle for handle in self.handles if handle.kept_shard is not None]
         self._deferring = [unit for unit in self.units if unit.placements.defers_reduction]
         self.keeps_parameters = any(unit.placements.keeps_parameters for unit in self.units)  # across steps
-        # Whether any gradient has ever arrived; None before the first forward that needs a backward.
+        # Whether any gradient ever arrived; None before the first forward that needs a backward.
         self.has_trained: bool | None = None
-        self.has_deferred = False  # a backward has left gradients with PARTIAL placements unreduced
+        self.has_deferred = False  # a backward left gradients with PARTIAL placements unreduced
         _all.add(self)
 
     def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
@@ -156,7 +156,7 @@ class Runtime:
             call.order = self._unshard(unit, is_backward=False)
         if torch.is_grad_enabled():
             call.begin(around=self._running[-2] if len(self._running) > 1 else None)
-            # A frozen parameter gets no gradient, so gradients of the inputs show when backward has read it last.
+            # A frozen parameter gets no gradient, so gradients of the inputs show when backward no longer reads it.
             if unit.has_frozen_handle:
                 call.watch_inputs(inputs)
         for notify in unit.observers.forward:
@@ -188,7 +188,7 @@ class Runtime:
                 )
 
     def _reshard_overwritten(self) -> None:
-        """Collective. Reshard handles left unsharded by the last forward if any rank has written to its shard since.
+        """Collective. Reshard handles left unsharded by the last forward if any rank wrote to its shard since.
 
         Only the rank that wrote may detect the write, but all ranks must take part in the next all-gather.
         """
@@ -257,7 +257,7 @@ class Runtime:
         unshard_together(needed, self._small_bytes)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
-        """Hook: the forward of `unit` has returned, or `failed`."""
+        """Hook: the forward of `unit` returned, or `failed`."""
         for notify in unit.observers.forward_end:
             notify(unit, output, failed)
         if not self._running or self._running[-1].unit is not unit:
@@ -284,7 +284,7 @@ class Runtime:
             needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
         )
         # A loss may leave the module by an attribute, a generator or a closure instead of the output. Backward then
-        # reaches the unit without notice, so parameters stay unsharded if the output has nothing to differentiate.
+        # reaches the unit without notice, so parameters stay unsharded if the output is not differentiable.
         may_leave = not needs_backward and torch.is_grad_enabled() and any(one.requires_grad for one in unit.handles)
         if unit.yet_to_run:
             unit.yet_to_run -= {module}
@@ -375,7 +375,7 @@ class Runtime:
                     break
 
     def end_left_forward(self) -> None:
-        """End a forward that such an exception has left, if the caller did not detect the exception either."""
+        """End a forward left by such an exception, if the caller did not detect the exception either."""
         if self._running and not is_called(self._running[0].unit):
             self._end_running()
 
@@ -384,7 +384,7 @@ class Runtime:
             self._end_failed_forward(self._running.pop().unit)
 
     def before_backward(self, unit: Unit, call: Call) -> None:
-        """Hook: backward has reached an output of a call of `unit`."""
+        """Hook: backward reaches an output of a call of `unit`."""
         self.ensure_backward()
         if torch.is_grad_enabled():
             self._leaves_graph = not (self.participation.is_joining or self.participation.is_uneven)
@@ -428,7 +428,7 @@ class Runtime:
         return self._backward is not None and self._backward.is_alive
 
     def ensure_backward(self) -> None:
-        """Begin the running backward, if no other hook has begun it."""
+        """Begin the running backward, unless another hook began it."""
         if self._backward is not None:
             if self._backward.is_alive:
                 return
@@ -478,7 +478,7 @@ class Runtime:
         self._unshard(unit, is_backward=True, is_recomputed=is_recomputed)
 
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
-        """Hook: every parameter of `handle` has its gradient."""
+        """Hook: the gradients of all parameters of `handle` are complete."""
         self.ensure_backward()
         self.has_trained = True
         if unit.state is not TrainingState.FORWARD and not unit.backward.may_come:
@@ -518,7 +518,7 @@ class Runtime:
                 return
 
     def passed(self, unit: Unit, call: Call) -> None:
-        """Hook: backward has computed the gradients of the inputs of a call."""
+        """Hook: backward computed the gradients of the inputs of a call."""
         unit.backward.leave(call)
         if self.is_in_backward:
             self._free_after_backward(unit)
@@ -542,7 +542,7 @@ class Runtime:
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Collective. Reduce the remaining gradients when backward has ended on all ranks, and show all gradients."""
+        """Collective. Reduce the remaining gradients when backward ends on all ranks, and show all gradients."""
         for unit in self.units:
             unit.take_assigned_gradients()
         gradients = [handle.gradients for handle in self.handles]
@@ -649,7 +649,7 @@ class Runtime:
                 unit.policy.sync = sync
 
     def end_step(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Free parameters that are kept across steps, after an optimizer has updated the shards of these handles.
+        """Free parameters kept across steps, after an optimizer updated the shards of these handles.
 
         All ranks step the same handles, so the next all-gather requires no agreement between ranks.
         """
@@ -666,7 +666,7 @@ class Runtime:
         return is_in_forward or (self.is_in_backward and in_backward())
 
     def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
-        """Raise RuntimeError during a forward or backward; otherwise clear the state that a failed pass has left.
+        """Raise RuntimeError during a forward or backward; otherwise clear the state left by a failed pass.
 
         Also raise inside `fsdp.join`, where finished ranks would not take part, unless the operation `is_served` there.
         """
@@ -688,7 +688,7 @@ class Runtime:
             unit.runtime = None
 
     def release(self) -> None:
-        """Store written values in the shards, and free all other parameters that are kept between passes.
+        """Store written values in the shards, and free all other parameters kept between passes.
 
         Raises:
             RuntimeError: if written values cannot be stored.
@@ -771,7 +771,7 @@ def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParall
 
 
 def runtimes() -> list[Runtime]:
-    """Return the runtimes of all models that have been used."""
+    """Return the runtimes of all used models."""
     return [runtime for runtime in _all if runtime.root.runtime is runtime]
 
 

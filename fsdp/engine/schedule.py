@@ -26,7 +26,7 @@ def _alone(_: object) -> float:
 
 
 class Expected(NamedTuple):
-    """The buckets that are expected when an item runs.
+    """The buckets expected when an item runs.
 
     Attributes:
         own: the bucket that begins with the item; its all-gather may be in flight.
@@ -52,12 +52,12 @@ class _Record(Generic[T]):
 
     @property
     def at_end(self) -> bool:
-        """True if the running pass is the same as the last pass, and has the same length."""
+        """True if the running pass is the same as the last pass, including its length."""
         return self.on_course and len(self.current) == len(self.last)
 
     @property
     def next(self) -> T | None:
-        """The item that is expected next."""
+        """The item expected next."""
         place = len(self.current)
         return self.last[place] if self.on_course and place < len(self.last) else None
 
@@ -123,7 +123,7 @@ class ExecutionOrder(Generic[T]):
             is_gathered: True if the item must be gathered now, or its all-gather is in flight.
         """
         self._runs.enter(item)
-        # A pass may begin with items that are still unsharded from the previous pass.
+        # A pass may begin with items still unsharded from the previous pass.
         if is_gathered or (not self._has_gathered and self._gathers.next is item):
             self._has_gathered |= is_gathered
             self._gathers.enter(item)
@@ -150,7 +150,7 @@ class ExecutionOrder(Generic[T]):
             if place and item is order[place - 1]:
                 continue  # still unsharded
             filled += self._nbytes(item)
-            # A bucket with an item that has just run could not be gathered in advance.
+            # A bucket with an item that just ran could not be gathered in advance.
             if not buckets or filled > self._limit or before >= begins[-1] - 1:
                 with_last = (max(begins[-1], after_gap) if begins else -1, 0)
                 due.append((place - 1, gaps[place]) if gaps[place] else with_last)

@@ -21,4 +21,4 @@ class Shard:
     new_listed: Callable[..., ListedParameters] = ListedParameters  # creates the listed parameters
     is_kept: bool = True  # a few ranks may keep gathered parameters, see `KeptShard`
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # creates the unsharded parameters
-    is_replicated: bool = False  # every rank has the whole flat parameter
+    is_replicated: bool = False  # every rank stores the whole flat parameter

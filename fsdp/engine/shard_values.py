@@ -44,7 +44,7 @@ class ShardValues:
 
     @property
     def local_shards(self) -> list[Tensor]:
-        """This rank's shard of each parameter: flat views of the shard, empty if this rank has no elements."""
+        """This rank's shard of each parameter: flat views of the shard, empty if there are no elements on this rank."""
         return self._layout.local_shards(self._flat_param.vector, self._rank)
 
     def local_shard(self, slot: int) -> Tensor:
@@ -67,7 +67,7 @@ class ShardValues:
         self._end_lack(slot)
 
     def keep(self, slot: int, value: nn.Parameter) -> None:
-        """Store this rank's shard of a value that a user has assigned to an unsharded parameter.
+        """Store this rank's shard of a value assigned by a user to an unsharded parameter.
 
         Raises:
             ValueError: for a different shape or `requires_grad`, or a value without data.

@@ -1,6 +1,6 @@
 """`ShardStorage` stores a unit's shards and their gradients between uses: on the compute device.
 
-Each flat parameter has a storage, which allocates memory, copies the shard to the compute device for all-gathers, and
+Each flat parameter uses a storage, which allocates memory, copies the shard to the compute device for all-gathers, and
 accumulates reduced gradients. Subclasses keep shards in host memory or in files (`fsdp.layers.offload`).
 """
 
@@ -44,10 +44,10 @@ class ShardStorage:
         """Store a shard whose values were moved or cast (``module.to(...)``)."""
 
     def read_ahead(self) -> None:
-        """Prepare a shard that will be required soon."""
+        """Prepare a shard for use soon."""
 
     def release(self) -> None:
-        """Release a shard and a gradient that will not be required soon."""
+        """Release a shard and gradient not required soon."""
 
     def check(self, what: str, state: Iterable[Any] = ()) -> None:
         """Raise RuntimeError if the values, or the values of the optimizer's `state`, cannot be read and written."""

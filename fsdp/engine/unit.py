@@ -51,13 +51,13 @@ class TrainingState(Enum):
 
     IDLE = auto()  # between its computations
     FORWARD = auto()  # the forward of the module is running
-    BACKWARD_PRE = auto()  # backward has reached the outputs; parameters are unsharded
+    BACKWARD_PRE = auto()  # backward reached the outputs; parameters are unsharded
     BACKWARD_POST = auto()  # gradients are complete; the backward of other units continues
     SUMMON_FULL_PARAMS = auto()  # modules list unsharded parameters as ordinary parameters
 
 
 class UnitRuntime(Protocol):
-    """The part of a `Runtime` that its units and their hooks report to."""
+    """The part of a `Runtime` used by its units and their hooks."""
 
     @property
     def root(self) -> Unit: ...
@@ -98,7 +98,7 @@ class UnitRuntime(Protocol):
 
 @dataclass(eq=False)
 class Wanted:
-    """A parameter of a unit's module that another unit has taken and does not share yet."""
+    """A parameter of a unit's module that another unit took and does not share yet."""
 
     handle: FlatParamHandle
     owner: Unit  # the unit that took the parameter
@@ -314,11 +314,11 @@ class Unit:
             del module.__dict__[_ATTRIBUTE]
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
-        """Hook of the handle: autograd has finished the gradient of a leaf."""
+        """Hook of the handle: the gradient of a leaf is complete."""
         for notify in self.observers.gradient if leaf.grad is not None else ():
             notify(handle, slot, leaf.grad)
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
-            self.runtime.ensure_backward()  # the parameter may be used outside of its unit's forward
+            self.runtime.ensure_backward()  # used outside of its unit's forward, or in a backward during it
         # Checked at the first gradient of a backward. If parameters are sharded, this gradient did not read them.
         is_first = handle.phase is Phase.UNSHARDED and not handle.gradients.has_arrived
         if is_first and handle.shard_state != handle.state_in_use:
@@ -327,7 +327,7 @@ class Unit:
             self.runtime.gradient_complete(self, handle)
 
     def take_assigned_gradients(self) -> None:
-        """Take gradients that user code has assigned to unsharded parameters, for which autograd calls no hook."""
+        """Take gradients assigned by user code to unsharded parameters, for which autograd calls no hook."""
         for handle in self.handles:
             for slot, leaf in enumerate(handle.unsharded.leaves):
                 if leaf.grad is not None:
@@ -362,7 +362,7 @@ class Unit:
         self.backward.missing.discard(handle)
 
     def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
-        """The dtypes for a parameter that is used at these places."""
+        """Return the dtypes for a parameter used at these places."""
         if self._kept and any(place.module in self._kept for place in places):
             return self.precision.without_casts()
         return self.precision.in_own_dtype() if self.uncast and places[0][:2] in self.uncast else self.precision
@@ -388,7 +388,7 @@ class Unit:
 
     @property
     def is_lent(self) -> bool:
-        """Return whether the modules compute with tensors that were passed for a single call."""
+        """Return whether the modules compute with tensors passed for a single call."""
         if not lenders:
             return False
         # A unit without parameters takes part if any unit inside does.
@@ -408,7 +408,7 @@ class Unit:
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether any parameter is not unsharded, or was unsharded from a shard that has changed since."""
+        """Return whether any parameter is not unsharded, or its shard has changed since the all-gather."""
         return any(handle.phase is not Phase.UNSHARDED or not handle.is_unsharded for handle in self.handles)
 
     @property
@@ -522,7 +522,7 @@ class Unit:
         return any(map(_was_written, self.handles))
 
     def forget_written(self) -> None:
-        """Ignore values that were written to the unsharded parameters until now."""
+        """Ignore values written to the unsharded parameters until now."""
         for handle in self.handles:
             if handle.unsharded.written():
                 handle.forget_written()

@@ -22,8 +22,8 @@ class UnitBackward:
     for earlier calls.
 
     Attributes:
-        oldest: the age of the oldest call that was pending when backward began; 0 if there was none.
-        reached: the age of the oldest call that backward has reached; 0 before the first.
+        oldest: the age of the oldest pending call when backward began; 0 if there was none.
+        reached: the age of the oldest reached call; 0 before the first.
         missing: the handles with incomplete gradients.
         complete: the handles with complete gradients that wait for their turn to be reduced.
     """
@@ -53,10 +53,10 @@ class UnitBackward:
         self.complete: set[FlatParamHandle] = set()
         self._elsewhere: int | None = None  # references to unsharded parameters, except from reached calls
         self._checkpoints: list[weakref.ref[Any]] = []  # of the reached calls
-        self._inside: set[int] = set()  # ids of calls: backward has reached the outputs, but not the inputs
+        self._inside: set[int] = set()  # ids of calls: backward reached the outputs, but not the inputs
 
     def reach(self, number: int) -> None:
-        """Record that backward has reached a call."""
+        """Record that backward reached a call."""
         self._pending.pop(number, None)
         self.reached = max(self.reached, self._age(number))
 
@@ -90,7 +90,7 @@ class UnitBackward:
         self._inside.add(id(call))
 
     def leave(self, call: object) -> None:
-        """Record that backward has computed the gradients of the inputs of a call."""
+        """Record that backward computed the gradients of the inputs of a call."""
         self._inside.discard(id(call))
 
     @property

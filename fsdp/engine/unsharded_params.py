@@ -35,7 +35,7 @@ class UnshardedParameters:
         layout: where the parameters are in the buffer.
         full: ``[unsharded_numel]`` or more, the buffer; never freed if the shard itself is the buffer (`is_shard`).
         requires_grad: the flag of each leaf.
-        on_gradient: called with a parameter's number and its leaf when autograd has finished the leaf's gradient; also
+        on_gradient: called with a parameter's number and its leaf when the leaf's gradient is complete; also
             called for frozen leaves, without a gradient.
         absent: for each parameter, the tensor that modules see while it is sharded. Default: placeholders, or the
             leaves if the buffer is the shard.
@@ -136,7 +136,7 @@ class UnshardedParameters:
         return self.full if directly else self._gathered
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
-        """Copy out the values that the completed all-gather has received."""
+        """Copy out the values received in the completed all-gather."""
         if self._arrangement is not None and self._is_arranged:
             if is_wanted:
                 self._allocate()
@@ -204,7 +204,7 @@ class UnshardedParameters:
         self._expected = list(map(self._version_of, self.leaves))
 
     def written(self) -> list[int]:
-        """The numbers of the leaves that were written since the all-gather, or since `rest`."""
+        """The numbers of the leaves written since the all-gather, or since `rest`."""
         if self._expected is None or (now := list(map(self._version_of, self.leaves))) == self._expected:
             return []
         both = zip(now, self._expected, strict=True)

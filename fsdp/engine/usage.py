@@ -12,11 +12,11 @@ therefore exchange for which parameters autograd will compute a gradient:
 A unit may run multiple times before a backward, and ranks may use a parameter in different calls. The ranks therefore
 also exchange how many calls backward will reach, see `Runtime._reduce_complete`.
 
-Three facts are known, and exchanged, only when backward has ended. A re-entrant checkpoint runs autograd inside
-autograd and adds gradients that the outer run does not announce; trained parameters that no rank announced are
-therefore exchanged again. A user's function may return None although autograd has announced a gradient; parameters for
-which this happened in the previous backward are exchanged again, too. Gradients of modules that only some ranks run are
-announced when they are complete (`Participation.announced`); no rank knows before the end whether they will arrive.
+Three facts are known, and exchanged, only after backward. A re-entrant checkpoint runs autograd during another run and
+adds gradients that the outer run does not announce; trained parameters that no rank announced are therefore exchanged
+again. A user's function may return None although autograd announced a gradient; parameters for which this happened in
+the previous backward are exchanged again, too. Gradients of modules that only some ranks run are announced when they
+are complete (`Participation.announced`); no rank knows before the end whether they will arrive.
 
 On backends where tags do not distinguish all-gathers, such as NCCL, ranks that run units of equal sizes in different
 orders would use each other's parameters. There, ranks also exchange a checksum of all-gathers since the last backward.
@@ -43,7 +43,7 @@ _ORDER_BYTES = 4
 
 
 class _Among:
-    """The flat parameters that are reduced over the same ranks; gradients of `foreseen` are known in advance."""
+    """The flat parameters reduced over the same ranks; gradients of `foreseen` are known in advance."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Usage:
                 pending.wait()
 
     def differs(self, handle: FlatParamHandle) -> bool:
-        """Return whether ranks use different parameters of a handle, which is then reduced when backward has ended."""
+        """Return whether ranks use different parameters of a handle, which is then reduced after backward."""
         self._read_forecasts()
         return handle in self._differing
 
@@ -190,7 +190,7 @@ class Usage:
                     among.is_open = True
 
     def end(self) -> None:
-        """Collective. Exchange the facts that are known only after autograd has ended."""
+        """Collective. Exchange the facts that are known only after backward."""
         self._read_forecasts()
         for handle in self._handles:
             self._learn(handle)
@@ -204,7 +204,7 @@ class Usage:
                 handle.gradients.awaited = ()
 
     def _learn(self, handle: FlatParamHandle) -> None:
-        """When autograd has ended, record which parameters' gradients are in doubt in the next backward."""
+        """After backward, record which parameters' gradients are in doubt in the next backward."""
         gradients, before = handle.gradients, self._doubted.pop(handle, set())
         if 0 in gradients.used and 0 in gradients.filled:
             both = zip(gradients.arrived, handle.requires_grad_each, strict=True)
@@ -214,12 +214,12 @@ class Usage:
                 self._doubted[handle] = doubted
 
     def is_due(self, handle: FlatParamHandle) -> bool:
-        """Return whether a handle still requires a reduction, with zeros for gradients that this rank does not have."""
+        """Return whether a handle still requires a reduction, with zeros for missing gradients of this rank."""
         gradients = handle.gradients
         return gradients.is_reduced and (gradients.times_taken < self._times.get(handle, 0) or not gradients.is_empty)
 
     def unused(self, handle: FlatParamHandle) -> list[int]:
-        """Return the numbers of the parameters without gradients on any rank, when autograd has ended."""
+        """Return the numbers of the parameters without gradients on any rank, after backward."""
         return [slot for slot, state in enumerate(self._used.get(handle, ())) if not state]
 
     def note_held(self) -> None:
@@ -254,6 +254,6 @@ def _forecast(handles: Iterable[FlatParamHandle], doubted: Mapping[FlatParamHand
 
 
 def _report(handle: FlatParamHandle) -> Iterable[int]:
-    """Yield how often this rank reduces a handle, and for each parameter, whether a gradient has arrived."""
+    """Yield how often this rank reduces a handle, and for each parameter, whether a gradient arrived."""
     yield handle.gradients.times_taken + (not handle.gradients.is_empty)
     yield from handle.gradients.arrived

@@ -10,7 +10,7 @@ Attributes = dict[str, Any]
 
 
 def attributes_of(param: Tensor) -> Attributes:
-    """Return the attributes that users have set on a parameter, without attributes of its class."""
+    """Return the attributes set by users on a parameter, without attributes of its class."""
     found = vars(param)
     if not found:
         return {}
@@ -22,7 +22,7 @@ _NOT_SET = "__", "_dynamo"  # by users
 
 
 def give_attributes(param: Tensor, attributes: Attributes) -> None:
-    """Set the attributes that users had set on the original of this parameter, except those that it already has."""
+    """Set the attributes of the original parameter that users had set, unless this parameter has them already."""
     for name, value in attributes.items():
         if not hasattr(param, name):
             param.__dict__[name] = value
