@@ -655,7 +655,7 @@ class FSDPModule(_Base):
             unit.connect(lambda handle, to=to: (handle.comm, on_demand.moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate communication buffers; no effect if the backend does not support this.
+        """Allocate communication buffers from the process group; no effect if the backend does not support this.
 
         Raises:
             NotImplementedError: on NCCL, which does: all-gathers write directly to the parameters' memory here.

@@ -212,7 +212,7 @@ def _is_of_peft(model: Any) -> bool:
 
 
 def _prepare_to_generate(model: nn.Module, plain: Any) -> None:
-    """Make `generate` run on all ranks until the last rank is finished, by default for all callers."""
+    """Make `generate` run on all ranks until the last rank has all tokens, by default."""
     if not hasattr(plain, "generate"):
         return
     if _is_of_peft(plain) or getattr(getattr(plain, "config", None), "is_encoder_decoder", False):

@@ -292,7 +292,7 @@ class Call:
         else:
             self.references += self.unit.references
         if self._upstream and not self._upstream.isdisjoint(_nodes_of(tensors)):
-            # An output is an input or a view of it, so hooks of the outputs would make the cycle of the class.
+            # An output is an input or a view of it, so hooks of the outputs would create the cycle described above.
             self._input_nodes, self._upstream = [], set()
         for tensor in tensors:
             # Another rank may compute with an inner unit's output that this rank returns unchanged. So that both ranks

@@ -387,7 +387,7 @@ class FlatParamHandle:
         self._enter(Phase.UNSHARDING)
 
     def shard_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the shard in a dtype on the compute device; if the world size is 1, gathering copies it from its device."""
+        """Return the shard in a dtype on the compute device; for a world size of 1, possibly on the host."""
         if self.flat_param.dtype != dtype or (self.storage.is_elsewhere and self.is_sharded):
             return self.storage.staged(self.flat_param, dtype)
         return self.flat_param.vector

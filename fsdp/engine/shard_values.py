@@ -93,7 +93,7 @@ class ShardValues:
             )
 
     def fill(self, slot: int, read: Callable[[Tensor], object]) -> None:
-        """Let `read` write this rank's shard of a parameter, if any."""
+        """Call `read` to write this rank's shard of a parameter, if any."""
         if (own := self.local_shard(slot)).numel():
             read(own)
         self.touch()  # also because writes to memory may not be counted
