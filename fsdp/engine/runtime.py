@@ -786,6 +786,6 @@ def reduce_deferred(shards: Iterable[Any]) -> None:
 
 
 def running() -> Runtime | None:
-    """Return the runtime that began a forward last, if a forward or backward of it runs now; otherwise None."""
-    runtime = None if _last is None else _last()
-    return runtime if runtime is not None and runtime.is_computing else None
+    """Return a runtime whose forward or backward runs now, of several the one that began last if it has not ended."""
+    last = None if _last is None else _last()
+    return next((one for one in (last, *runtimes()) if one is not None and one.is_computing), None)

@@ -296,6 +296,29 @@ def test_a_part_and_another_module_are_one_unit() -> None:
 
 
 @on_ranks(2)
+def test_a_plain_part_runs_after_another_sharded_model_in_the_same_forward() -> None:
+    teacher = FullyShardedDataParallel(nn.Linear(4, 4))
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.part = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = teacher(x)
+            seen = fsdp.cond(self.part, dist.get_rank() == 1, x)
+            return self.head(x) - target if seen is None else self.head(x) + seen - target
+
+    student = FullyShardedDataParallel(Student(), use_orig_params=True)
+    student(torch.ones(1, 4)).sum().backward()
+    with student.summon_full_params(with_grads=True):
+        for param, ranks in ((student.module.head.weight, 2), (student.module.part.weight, 1)):
+            assert param.grad is not None
+            assert torch.equal(param.grad, torch.full((4, 4), ranks / 2))
+
+
+@on_ranks(2)
 def test_a_gradient_is_differentiated_after_an_evaluation_with_a_part() -> None:
     plain = PartBetweenUnits(keep, False)
     model = FullyShardedDataParallel(PartBetweenUnits(FullyShardedDataParallel, False))
