@@ -1,4 +1,4 @@
-"""`EMA` is the exponential moving average of a model's weights, which every rank keeps of its shards only."""
+"""`EMA` computes an exponential moving average of a model's weights. Each rank averages only its shards."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class EMA(AveragedModel):
 
     Args:
         model: a wrapped model, or any module. The first `update_parameters` copies its weights.
-        decay: between 0 and 1.
-        use_buffers: average buffers as well, instead of copying them at every update.
+        decay: the weight of the previous average in each update, between 0 and 1.
+        use_buffers: If True, average buffers as well. By default, buffers are copied at every update.
 
     Raises:
-        ValueError: for a decay out of range.
-        RuntimeError: for a model without values yet (meta device): give it values first.
+        ValueError: if `decay` is out of range.
+        RuntimeError: if the model has parameters without values (meta device): initialize them first.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False) -> None:
@@ -48,8 +48,8 @@ class EMA(AveragedModel):
 
         Raises:
             ValueError: if `model` has different parameters than the copied model, or was cast since.
-            RuntimeError: if the average or `model` is parked; inside `fsdp.join` without ``after_step``: finished ranks
-                would not update.
+            RuntimeError: if the average or `model` is parked; inside `fsdp.join` without ``after_step``, because
+                finished ranks would not update their average.
         """
         self._pairs(model, "EMA.update_parameters()")
         unit = unit_of_wrapper(model)
@@ -59,14 +59,14 @@ class EMA(AveragedModel):
                 "the average as it is. Pass fsdp.join(..., after_step=lambda _: ema.update_parameters(model)) as well, "
                 "which they call"
             )
-        super().update_parameters(nn.ModuleList([model]))  # whose parameters() are `named_shards`
+        super().update_parameters(nn.ModuleList([model]))  # its parameters() are shards, also under `fully_shard`
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
         """Replace the model's weights by the average inside the context, and restore them afterwards. Not collective.
 
-        Use it for code that has a reference to the model. Do not use it between a forward and its backward, and do not
-        step an optimizer inside.
+        Use this context for code that holds a reference to the model. Do not enter the context between a forward and
+        its backward, and do not step an optimizer in it.
 
         Raises:
             ValueError: if `model` has different parameters than the copied model, or was cast since.
@@ -97,11 +97,11 @@ class EMA(AveragedModel):
 
 @torch.no_grad()
 def _average(decay: float, averages: Sequence[Tensor], weights: Sequence[Tensor], count: Any) -> None:
-    # torch does not mix `DTensor`s and plain tensors, such as buffers and ignored parameters.
+    # torch's foreach functions do not accept `DTensor`s mixed with plain tensors (buffers, ignored parameters).
     averages, weights = [*map(local_part, averages)], [*map(local_part, weights)]
     if (averages[0].is_floating_point() and averages[0].itemsize > 1) or averages[0].is_complex():
         get_ema_multi_avg_fn(decay)(averages, weights, count)
-    else:  # integers, and bytes and 8-bit floats of quantised parameters, have no average
+    else:  # integers, bytes, and 8-bit floats of quantised parameters are copied, because they have no average
         torch._foreach_copy_(averages, weights)
 
 

@@ -1,9 +1,9 @@
-"""`fsdp.fingerprint`: a number for weights, buffers and optimizer state that does not depend on the sharding.
+"""`fsdp.fingerprint`: a hash of weights, buffers and optimizer state that does not depend on the sharding.
 
 Each rank computes a number from its elements and their positions in the unsharded tensors. The sum of these numbers
-modulo 2**64 is the same for any division of the elements among ranks. The numbers of all tensors, multiplied by a
-number derived from the tensor's name, are also added. Values that are not sharded count once if they are equal on all
-ranks.
+modulo 2**64 is the same for any division of the elements among ranks. The sum of each tensor is multiplied by a number
+derived from the tensor's name, and the products are added. Values that are not sharded count once if they are equal on
+all ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _DOING = "take a fingerprint"
 
 
 class Part(NamedTuple):
-    """The number of this rank's part of a tensor, or of a value."""
+    """The fingerprint of this rank's part of a tensor, or of a value."""
 
-    name: str  # of the parameter or buffer
-    key: str  # of the optimizer's state; empty for the tensor itself
+    name: str  # the name of the parameter or buffer
+    key: str  # the key in the optimizer's state; empty for the tensor itself
     bits: int
-    is_copy: bool = False  # other ranks have the same, instead of other elements
+    is_copy: bool = False  # True if other ranks hold the same value, instead of other elements
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Collective. Return a hash of a model's weights and buffers, and of its optimizer's state, on every rank.
 
-    The hash is the same for any number of ranks with the same values. Use it to compare two trainings with
-    `fsdp.SameBits`, or a training with its loaded checkpoint. The hash depends on every bit, on names, shapes and
+    Equal values have the same hash on any number of ranks. Use this function to compare two trainings with
+    `fsdp.SameBits`, or a training with its loaded checkpoint. The hash depends on every bit, and on names, shapes and
     dtypes. Buffers and parameters that are not sharded count once if they are equal on all ranks.
 
     Args:
@@ -55,10 +55,10 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
         16 hexadecimal digits.
 
     Raises:
-        TypeError: for another model.
-        NotImplementedError: for tensor-parallel parameters, and for buffers and state of other tensor classes.
-        ValueError: for an optimizer's state that is neither of the shape of a shard nor a number.
-        RuntimeError: inside a forward, backward or `summon_full_params`; if some ranks pass no optimizer, or another.
+        TypeError: if the model is not sharded.
+        NotImplementedError: for tensor-parallel parameters, and for buffers and state of tensor subclasses.
+        ValueError: for optimizer state that is neither a number nor a tensor with the shape of the shard.
+        RuntimeError: inside a forward, backward or `summon_full_params`; if ranks pass different optimizers.
     """
     root = require_sharded(model, "fsdp.fingerprint")
     with during("fsdp.fingerprint()"):
@@ -86,7 +86,7 @@ def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | No
 
 
 def refuse_tensor_parallel(params: Parameters, what: str) -> None:
-    """Raise NotImplementedError for tensor-parallel parameters: ranks outside of the call hold parts of them."""
+    """Raise NotImplementedError for tensor-parallel parameters, because ranks outside the call hold parts of them."""
     for one, original in params.by_number.values():
         part = MeshPart.of(one.param) if one.handle is None else original.part
         if part is not None and not part.data_dims.issuperset(part.sharded_dims):
@@ -108,11 +108,11 @@ def weights_of(params: Parameters, of_gradients: bool = False) -> Iterator[Part]
 def state_of(params: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[Part]:
     """Yield this rank's parts of an optimizer's state.
 
-    State that is not elementwise is taken from the rank with the parameter's first element.
+    State that is not elementwise is read on the rank that holds the parameter's first element.
     """
     for one, original in params.stepped_by(optimizer).by_number.values():
         kept = one.interval(original, one.comm.rank)
-        if kept is None or _is_integer(one):  # of which no step uses state, and some forms keep none
+        if kept is None or _is_integer(one):  # steps do not use state of integers, and some forms keep none
             continue
         for key, value in flat_state(optimizer.state.get(one.param, {})).items():
             is_tensor = isinstance(value, Tensor) and (value.dim() > 0 or is_dtensor(value))
@@ -136,7 +136,7 @@ def _is_integer(one: OptimParam) -> bool:
 
 
 def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
-    """Return the number of this rank's elements of an original, in a tensor like the stepped parameter."""
+    """Return the fingerprint of this rank's elements of an original; `like` has the layout of `one.param`."""
     kept = one.interval(original, one.comm.rank)
     if kept is None or one.replicas.rank:
         return 0
@@ -145,7 +145,7 @@ def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
     packing = None if one.handle is None else one.handle.flat_param.packings[original.slot]
     dtype, shape = (like.dtype, original.shape) if packing is None else (packing.dtype, packing.shape)
     start = kept.start
-    if _is_integer(one):  # as bytes, of which other forms have parts
+    if _is_integer(one):  # as bytes, because packed parameters may be divided within an element
         elements, start = elements.unsqueeze(-1).view(torch.uint8), start * like.element_size()
     layout = None if one.handle is None else one.handle.layout
     if isinstance(layout, RowsLayout) and not one.is_owned and (dim := layout.slots[original.slot].dim):
@@ -158,7 +158,7 @@ def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
 
 
 def _of_value(value: Any, whose: str) -> int:
-    """Return the number of a value of any kind that is complete on a rank; `whose` it is, for messages."""
+    """Return the fingerprint of a value that is complete on this rank; `whose` is its name in messages."""
     if not isinstance(value, Tensor):
         return text_bits(repr(value))
     if type(value := value.detach()) is not Tensor:
@@ -167,7 +167,7 @@ def _of_value(value: Any, whose: str) -> int:
 
 
 def merged(by_rank: Sequence[Sequence[Part]]) -> dict[tuple[str, str], int]:
-    """Return the number of each tensor or value by name and key, from the parts of all ranks."""
+    """Return the fingerprint of each tensor or value by name and key, from the parts of all ranks."""
     every: dict[tuple[str, str], list[Part]] = {}
     for parts in by_rank:
         for part in parts:
@@ -180,16 +180,16 @@ def merged(by_rank: Sequence[Sequence[Part]]) -> dict[tuple[str, str], int]:
 
 
 def _combined(parts: Iterable[int], copies: Sequence[int]) -> int:
-    """Add the numbers of all ranks; copies count once if they are equal."""
+    """Add the fingerprints of all ranks; copies count once if they are equal."""
     same = copies[0] if len(set(copies)) == 1 else text_bits(str(copies)) if copies else 0
     return (sum(parts) + same) & _MASK
 
 
 def together(parts: Iterable[Part]) -> int:
-    """Combine parts into a single number, which can also be added across ranks."""
+    """Combine parts into a single fingerprint; the fingerprints of multiple ranks can be added."""
     return sum(text_bits(f"{part.name} {part.key}") * part.bits for part in parts) & _MASK
 
 
 def text_bits(text: str) -> int:
-    """Return an odd number made of a text, by which the numbers of tensors are told apart."""
+    """Return an odd number derived from a text, a factor that distinguishes the fingerprints of different tensors."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1

@@ -1,4 +1,4 @@
-"""Full optimizer states are dictionaries that go by FairScale's numbers or by names; they are read and rekeyed here."""
+"""Functions that read and rekey full optimizer states, whose keys are names or FairScale's numbers."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Given:
-    """A `Given` is a full dictionary, read for a model."""
+    """A full optimizer state, matched with the parameters of a model."""
 
-    states: dict[Place, dict[str, Any]]  # of each original parameter that has any; not the given dictionaries
-    groups: list[tuple[dict[str, Any], list[Place]]]  # the options of each, and the parameters in it
-    beside: dict[str, Any]  # the dictionary's other keys
-    remedy: str = ""  # for a tensor that is not of its parameter's shape
-    order: Sequence[Place] | None = None  # in which the saved model has listed its parameters; None if it is unknown
+    states: dict[Place, dict[str, Any]]  # the state of each original parameter, in new dictionaries
+    groups: list[tuple[dict[str, Any], list[Place]]]  # the options and the parameters of each group
+    beside: dict[str, Any]  # the dictionary's other entries
+    remedy: str = ""  # for the error about a tensor that does not have its parameter's shape
+    order: Sequence[Place] | None = None  # the order of parameters in the saved model; None if it is unknown
 
 
 def _keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield all that stands for parameters in it."""
+    """Yield the keys of all parameters in a full state, from the state and from the groups."""
     yield from full["state"]
     for group in full["param_groups"]:
         yield from group["params"]
 
 
 def _goes_by_names(full: Any) -> bool:
-    """Return True if parameters go by names in a full optimizer state, False for numbers; else raise TypeError."""
+    """Return True if a full optimizer state has names as keys, False for numbers; else raise TypeError."""
     if not isinstance(full, Mapping) or not {"state", "param_groups"} <= full.keys():
         found = f"a mapping with {sorted(map(str, full))}" if isinstance(full, Mapping) else f"a {type(full).__name__}"
         raise TypeError(
@@ -74,7 +74,7 @@ def beside(dictionary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_stored_names(full: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a state by numbers to the names that the state stores for them, if there are any.
+    """Replace the numbers in a full state by the names that the state stores for them, if there are any.
 
     Numbers refer to different parameters if different modules are wrapped; names do not.
     """
@@ -107,7 +107,7 @@ _OTHER_MODEL = (
 
 
 def given(params: Parameters, full: Any) -> Given:
-    """Read a dictionary by FairScale's numbers or by names, without copying or changing it."""
+    """Match a full state, by FairScale's numbers or by names, with a model's parameters; `full` is not changed."""
     hint = "" if _goes_by_names(full) else f" If only names have changed, remove {NAMES!r}: then numbers count."
     names = full.get(NAMES)
     full = by_stored_names(full)
@@ -161,9 +161,9 @@ def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
 def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, optim: Any = None) -> dict[str, Any]:
     """Return a full optimizer state with names instead of numbers as keys, or vice versa.
 
-    For a wrapped model, numbers are FairScale's, and the result has ``param_id_map``, ``uncollected_local_ids`` and
-    ``param_names``. For a plain module, numbers are the numbers of torch's optimizers. To convert a state between the
-    two, use names. If the state contains ``param_names``, these are used instead of the model's numbers.
+    For a wrapped model, the numbers are FairScale's, and the result contains ``param_id_map``,
+    ``uncollected_local_ids`` and ``param_names``. For a plain module, the numbers are those of torch's optimizers. To
+    convert a state between the two, use names. ``param_names`` in the state take precedence over the model's numbers.
 
     Args:
         full: the state, which is not changed; the result shares its tensors.
@@ -174,7 +174,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
 
     Raises:
         TypeError: if `full` is not such a dictionary.
-        ValueError: for another `to`; for parameters that the model does not have.
+        ValueError: for any other value of `to`; if the state has parameters that the model does not have.
     """
     if to not in ("names", "numbers"):
         raise ValueError(f"to must be 'names' or 'numbers', got {to!r}")
@@ -183,7 +183,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     full = by_stored_names(full)
     by_names, goes_on_by_names = _goes_by_names(full), to == "names"
     is_wrapped = unit_of_wrapper(model) is not None
-    local: dict[int, int] = {}  # by FairScale's numbers, the optimizer's
+    local: dict[int, int] = {}  # the optimizer's number of each FairScale number
     if is_wrapped:
         params = parameters_of(model, "rekey an optimizer state")
         numbers = {name: params.numbers[original] for name, (_, original) in params.by_name.items()}
@@ -205,7 +205,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     groups = [
         copied_options(group) | {"params": [table[key] for key in group["params"]]} for group in full["param_groups"]
     ]
-    if not goes_on_by_names:  # optimizers go by the order of parameters in groups
+    if not goes_on_by_names:  # optimizers match parameters by their order in groups
         for group in groups:
             group["params"].sort(key=lambda number: (local.get(number, 0), number))
     added = {}

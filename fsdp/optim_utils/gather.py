@@ -1,7 +1,7 @@
-"""Optimizer state is gathered as a stream of unsharded tensors, which fills full dictionaries.
+"""Gathering of optimizer state as a stream of unsharded tensors, from which full dictionaries are created.
 
-The ranks first exchange the kinds of their state, and all small values. Then the shards of each tensor are received
-directly into the unsharded tensor, on the ranks that need it. Other ranks need no memory for it.
+The ranks first exchange the kinds of their state, and all small values. Then each recipient receives the shards of a
+tensor directly into the unsharded tensor. Other ranks allocate no memory for the tensor.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _T = TypeVar("_T")
 
 
 def in_window(jobs: Iterable[tuple[int, Callable[[], Callable[[], _T]]]]) -> Iterator[_T]:
-    """Yield results in order, of jobs that are begun ahead as long as their tensors have at most `WINDOW` bytes.
+    """Yield the results of jobs in order; later jobs are started early if all in flight have at most `WINDOW` bytes.
 
-    A job is a number of bytes, and a function that begins to send and receive, and returns a function that waits.
+    A job is a number of bytes, and a function that starts a transfer and returns a function that waits for the result.
     """
     nbytes_ahead, ahead = 0, deque[tuple[int, Callable[[], _T]]]()
     for nbytes, begin in jobs:
@@ -114,7 +114,7 @@ class OptimStream:
         require_same_options(everyone, options)
 
     def tensors(self) -> Iterator[tuple[Original, str, Tensor]]:
-        """Collective. Yield parameter, key and tensor, as `stream_optim_state`; left early, the rest is dropped."""
+        """Collective. Yield parameter, key and tensor, like `stream_optim_state`; if closed early, drop the others."""
 
         def jobs() -> Iterator[tuple[int, Callable[[], Callable[[], tuple[Original, str, Tensor]]]]]:
             for one, original in self.params.by_number.values():
@@ -130,12 +130,12 @@ class OptimStream:
             deque(tensors, maxlen=0)
             raise
         finally:
-            for comm in self._receivers:  # all that was sent has arrived: the state may be changed
+            for comm in self._receivers:  # until all sent data has arrived, the state must not be changed
                 comm.settle()
             release(self.params.listed)
 
     def _post(self, one: OptimParam, original: Original, key: str, kind: Elements) -> Callable[[], Any]:
-        """Begin to send and receive the shards of a tensor."""
+        """Start sending and receiving the shards of a tensor; return a function that waits for the tensor."""
         comm, mine = one.comm, one.interval(original, one.comm.rank, kind.shape)
         incoming: dict[int, list[Tensor]] = {}
         outgoing: dict[int, list[Tensor]] = {}
@@ -153,7 +153,7 @@ class OptimStream:
             outgoing = {rank: [part] for rank in self._receivers[comm] if rank != comm.rank}
         what = f"gather of the optimizer state of {one.name}"
         pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.tag))
-        if self.is_wanted and mine is not None:  # while the others are on their way
+        if self.is_wanted and mine is not None:  # while the other shards are in flight
             made[mine.start : mine.stop].copy_(part)
 
         def finish() -> tuple[Original, str, Tensor]:
@@ -172,11 +172,11 @@ class OptimStream:
 def stream_optim_state(
     model: nn.Module, optim: Any, recipient_rank: int | None = 0
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Collective. Yield a full optimizer state one unsharded tensor at a time, without numbers and values.
+    """Collective. Yield a full optimizer state one unsharded tensor at a time, without 0-d tensors and plain values.
 
-    Iterate on every rank. A recipient needs memory for the current tensor and the tensors in flight (32 MiB, or a
-    single tensor); other ranks need none. The optimizer may be stepped after the iteration. If every rank stops early,
-    the remaining tensors are received and discarded.
+    Iterate on every rank. A recipient needs memory for the current tensor and the tensors in flight (up to 32 MiB, or a
+    single larger tensor); other ranks need none. The optimizer may be stepped after the iteration. If every rank stops
+    early, the remaining tensors are received and discarded.
 
     Args:
         model: the outermost wrapper.
@@ -188,7 +188,7 @@ def stream_optim_state(
         in separate memory; on other ranks, on the meta device.
 
     Raises:
-        As `FullyShardedDataParallel.gather_full_optim_state_dict`, before the first tensor.
+        The errors of `FullyShardedDataParallel.gather_full_optim_state_dict`, before the first tensor.
     """
     stream = OptimStream(model, optim, recipient_rank)
     return ((original.name, key, tensor) for original, key, tensor in stream.tensors())
@@ -223,7 +223,7 @@ def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | No
         The dictionary; None on other ranks.
 
     Raises:
-        As `FullyShardedDataParallel.gather_full_optim_state_dict`.
+        The errors of `FullyShardedDataParallel.gather_full_optim_state_dict`.
     """
     stream = OptimStream(model, optim, recipient_rank)
     return _filled(stream, lambda original: original.name, _as_it_is)
@@ -255,7 +255,7 @@ def _filled(
 
 
 def _as_fairscale(key: str, kind: Kind, shared: SharedKinds) -> Any:
-    """Return a plain number for ``step``, as FairScale counts steps, and other 0-d tensors of each rank."""
+    """Return ``step`` as a plain number, like FairScale, and other 0-d tensors as a list with each rank's tensor."""
     if isinstance(kind, Number):
         return kind.value if key == "step" else [number.held for number in shared.numbers(key)]
     return copy.deepcopy(kind.value) if isinstance(kind, Value) else None

@@ -1,4 +1,4 @@
-"""`ShardedGradScaler`: loss scaling for float16, with steps that all ranks take or skip together."""
+"""`ShardedGradScaler`: loss scaling for float16, in which all ranks take or skip a step together."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            return super().step(optimizer, *args, **kwargs)  # which refuses
+            return super().step(optimizer, *args, **kwargs)  # raises torch's error
         # The following code is the half of torch's step for optimizers that don't unscale (private; 2.11 to 2.15):
         # torch would pass scale and flag to the fused step by copies to the host without waiting for them.
         if state["stage"] is OptState.READY:
@@ -100,8 +100,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Private in torch, but the only place that both `unscale_` and the step of fused optimizers (which unscale by
-        # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 to 2.15.
+        # Private in torch, but the only method that both `unscale_` and the step of fused optimizers (which unscale in
+        # their kernel) call. The signature has not changed since torch 1.6; tested with 2.11 to 2.15.
         if any(runtime.participation.is_joining for runtime in runtimes()):
             raise NotImplementedError(
                 "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and "
@@ -110,7 +110,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             )
         params = params_of(optimizer)
         reduce_deferred(param.owner for param in params if is_ours(param))
-        # By class too: torch's function refuses `DTensor`s beside the ordinary gradients of ignored parameters.
+        # Grouped by class too: torch's function does not accept `DTensor`s mixed with plain gradients.
         grads: dict[tuple[torch.device, torch.dtype, type], list[Tensor]] = {}
         for param in params:
             if is_ours(param):
@@ -130,7 +130,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 grads.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
         flags: dict[torch.device, Tensor] = {}
         for (device, *_), group in grads.items():
-            # Blocking copies: torch's own scaler does not wait for its, so CPU gradients may be scaled by an old value.
+            # Blocking copies: torch's scaler does not wait for its copies, so CPU gradients might use an old scale.
             flag = flags.setdefault(device, found_inf.detach().to(device, copy=True))
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inv_scale.to(device))
         agreed = self._agree(torch.stack([found_inf, *(flag.to(found_inf.device) for flag in flags.values())]).amax(0))

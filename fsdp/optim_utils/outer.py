@@ -1,4 +1,4 @@
-"""`OuterOptimizer`: replicas train apart for some steps, and then average what they have learned."""
+"""`OuterOptimizer`: replicas train independently for some steps, and then average their weight changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEYS = _ANCHOR, _MOMENTUM, _STEP  # of an optimizer's state
 
 
 class OuterOptimizer:
-    """Replicas of a model train apart, and average what they have learned every few steps: for slow networks. ::
+    """Averages the weight changes of independently trained replicas every few steps, for slow networks. ::
 
         # `mesh` is a DeviceMesh of two dimensions: the replicas ("site"), and the ranks of each ("rank").
         model = fsdp.shard(Model(), units={Block}, process_group=mesh["rank"].get_group())
@@ -44,18 +44,18 @@ class OuterOptimizer:
     Low-Communication Training of Language Models", 2023) has ``lr=0.7, momentum=0.9``. Per exchange, a rank
     sends 2 (n - 1) / n of its shard in at least float32, for n replicas.
 
-    The result differs from that of training with the mean of all gradients in each step. All ranks construct the
-    object at the same time, with replicas of equal weights.
+    The result is not equal to training with the mean of all gradients in each step. The constructor is collective, and
+    all replicas must have equal weights.
 
     Args:
-        optimizer: the inner optimizer of this rank's replica, of the wrapper's or of `fully_shard`'s parameters.
+        optimizer: the inner optimizer of this rank's replica, for parameters of the wrapper or of `fully_shard`.
         group: the ranks that hold the same shard, one of each replica: a process group, or a mesh of one dimension.
         every: the number of steps between two exchanges of a parameter.
         lr: the learning rate of the outer optimizer.
-        momentum: of the outer optimizer; at least 0 and less than 1.
-        fragments: so many parts of the parameters are exchanged at different steps, so that an exchange is shorter.
-            Parameters are divided in the order of the optimizer. Then replicas have never all weights in common
-            between two exchanges; see `synchronize`.
+        momentum: the momentum of the outer optimizer; at least 0 and less than 1.
+        fragments: the number of parts into which the parameters are divided, in the order of the optimizer. Each part
+            is exchanged at a different step, so that an exchange is shorter. With multiple parts, the replicas never
+            have all weights in common, except after `synchronize`.
 
     Attributes:
         every, fragments: the arguments.
@@ -63,9 +63,9 @@ class OuterOptimizer:
         steps: the number of steps.
 
     Raises:
-        TypeError: for other objects, and for `OwnedOptimizer`.
+        TypeError: if `optimizer` is not a torch optimizer, or is an `OwnedOptimizer`.
         NotImplementedError: for complex parameters.
-        ValueError: for numbers out of range; if the model is sharded or replicated over ranks of `group` already.
+        ValueError: for numbers out of range; if the model is already sharded or replicated over ranks of `group`.
         RuntimeError: on every rank, if replicas differ in weights, shards or arguments.
     """
 
@@ -115,17 +115,17 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Count a step of the inner optimizer, and exchange the parameters whose turn it is.
+        """Count a step of the inner optimizer, and exchange the parameters that are due.
 
-        Collective over `group` in steps with an exchange. Call it after each step of the inner optimizer, also after
-        one that a gradient scaler has skipped.
+        Collective over `group` in steps with an exchange. Call this method after each step of the inner optimizer,
+        including steps that a gradient scaler has skipped.
 
         Returns:
             Whether parameters were exchanged.
 
         Raises:
-            RuntimeError: if the inner optimizer has got other parameters since, which would not be exchanged; if it has
-                loaded a state that `load_from` has not taken yet.
+            RuntimeError: if the inner optimizer has different parameters than at construction, because new ones would
+                not be exchanged; if `load_from` was not called after loading a state of the outer optimizer.
         """
         if {*map(id, _params(self._optimizer))} != self._anchors.keys():
             raise RuntimeError(
@@ -177,21 +177,21 @@ class OuterOptimizer:
             with outer.stored_in(optimizer):
                 fsdp.save(f"replica-{mesh.get_local_rank('site')}", model, optimizer)
 
-        The state is the weights after the last exchange and the momentum, two tensors like each parameter of at least
-        float32, and the number of steps. All functions that save and reshard optimizer state include it, for any number
-        of ranks. The state of the inner optimizer differs between replicas: save each replica in a folder of its own.
+        For each parameter, the state contains the weights after the last exchange and the momentum, both in the
+        parameter's shape and at least float32, and the number of steps. All functions that save and reshard optimizer
+        state include this state. The inner state differs between replicas, so save each replica in a separate folder.
 
-        Collective over the ranks of this replica at its beginning.
+        Entering the context is collective over the ranks of this replica.
 
         Raises:
-            ValueError: for another optimizer than that of the constructor.
-            RuntimeError: for a parameter that other replicas have changed, and this one has never stepped, so that
-                its optimizer can hold no state of it; on every rank of the replica, with the reason, if another fails.
+            ValueError: if `optimizer` is not the optimizer that was passed to the constructor.
+            RuntimeError: for a parameter that other replicas have changed and this replica has never stepped, because
+                the optimizer cannot hold its state; on every rank of the replica, with the reason, if a rank fails.
         """
 
         def store() -> dict[Any, dict[str, Tensor]]:
             self._require_own(optimizer)
-            # torch's optimizers but SGD take no state of a parameter that lacks their own.
+            # Except for SGD, torch's optimizers do not support state of a parameter without the optimizer's keys.
             takes_all = isinstance(optimizer, torch.optim.SGD) or not any(optimizer.state.values())
             found = [param for param in self._params if takes_all or optimizer.state.get(param)]
             self._require_nothing_else(found)
@@ -205,7 +205,7 @@ class OuterOptimizer:
         try:
             yield
         finally:
-            for param in stored:  # a state_dict() that was taken inside keeps the former dictionary
+            for param in stored:  # new dictionaries: a state_dict() that was created inside refers to the old ones
                 rest = {key: value for key, value in optimizer.state[param].items() if key not in _KEYS}
                 optimizer.state[param] = rest
                 if not rest:
@@ -221,12 +221,12 @@ class OuterOptimizer:
         return found
 
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective over `group`. Take the state of the outer optimizer out of a loaded optimizer state.
+        """Collective over `group`. Move the outer optimizer's state from a loaded optimizer state to this object.
 
-        Where the state has none, the parameter's present value is taken, without momentum.
+        For a parameter without outer state, the current value is used, with zero momentum.
 
         Raises:
-            ValueError: for another optimizer than that of the constructor.
+            ValueError: if `optimizer` is not the optimizer that was passed to the constructor.
             RuntimeError: on every rank, if replicas have loaded states of different exchanges.
         """
         self._require_own(optimizer)
@@ -250,7 +250,7 @@ class OuterOptimizer:
         )
 
     def _require_nothing_else(self, stored: Sequence[Any]) -> None:
-        """Raise RuntimeError if parameters that are not stored have changed in exchanges."""
+        """Raise RuntimeError if exchanges have changed parameters that are not in `stored`."""
         known = set(map(id, stored))
         for number, param in enumerate(self._params):
             if id(param) not in known and self._momenta[id(param)].any():
@@ -270,7 +270,7 @@ class OuterOptimizer:
 
 
 def _load_unchanged(optimizer: torch.optim.Optimizer) -> None:
-    """Let `load_state_dict()` keep the dtypes of our state. torch casts all state but "step" to parameter dtypes."""
+    """Make `load_state_dict()` keep the dtypes of outer state; torch casts all state but "step" to parameter dtypes."""
     ours: list[tuple[Any, dict[str, Any]]] = []
 
     def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -280,7 +280,7 @@ def _load_unchanged(optimizer: torch.optim.Optimizer) -> None:
         )
         ours[:] = [
             (param, {key: value for key, value in state["state"].get(number, {}).items() if key in _KEYS})
-            for param, number in zip(params, numbers, strict=False)  # torch raises an error if one has more
+            for param, number in zip(params, numbers, strict=False)  # torch raises an error for different lengths
         ]
 
     def after(optimizer: torch.optim.Optimizer) -> None:
@@ -300,7 +300,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the elements of this rank ``[n]``."""
+    """Return this rank's elements as a vector ``[n]``."""
     return local_part(tensor).detach().reshape(-1)
 
 
@@ -332,7 +332,7 @@ def _require_possible(optimizer: Any, group: Any, every: int, lr: float, momentu
 
 
 def _sharding(params: Iterable[Any]) -> Iterator[tuple[Runtime, FlatParamHandle]]:
-    """Yield the handles that have some of these parameters, in models that were used."""
+    """Yield the handles that contain any of these parameters, in models that have run, with their runtimes."""
     ours = set(map(id, params))
     for runtime in runtimes():
         for unit in runtime.units:

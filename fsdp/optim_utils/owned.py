@@ -2,8 +2,8 @@
 
 Gradients are reduced to shards as usual. A step then sends the ranges of each owned parameter's gradient to its owner.
 The owner steps the unsharded parameter with an unchanged optimizer and sends the new values of these ranges back to
-the shards. The ranges are known from layouts, so the ranks send only the ranges and a byte for each. This byte
-contains whether there is a gradient, and whether values have changed since the last step.
+the shards. The ranges follow from the layouts, so the ranks send only elements, and a byte for each range. This byte
+records whether there is a gradient, and whether values have changed since the last step.
 
 The shards are authoritative. The owner keeps a copy of the values that it steps. Values that were changed by other
 operations than the last step (a load, `summon_full_params`, another optimizer) are sent to the owner again. If the
@@ -50,7 +50,7 @@ from fsdp.optim_utils.state import (
 
 _OWN_KEYS = ("params", "optimizer", "sharded", "cost")
 _MAKE = "make an OwnedOptimizer"
-_REASON = 240  # bytes of the text of an error, which come with new values
+_REASON = 240  # bytes of an error message, which are sent with new values
 _HAS_GRADIENT, _IS_CHANGED = 1, 2
 
 # The element count and dtype of each tensor that a rank will send.
@@ -76,7 +76,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     The constructor and `step` are collective. `param_groups` contain the parameters that the sharded model lists, and
     the options of each group's optimizer, for learning-rate schedulers, scalers and clipping. Keys of `state` are the
-    tensors that are stepped on this rank: unsharded parameters and shards. `state_dict()` is this rank's state;
+    tensors that are stepped on this rank: unsharded parameters and shards. `state_dict()` returns this rank's state;
     `fsdp.save` and `fsdp.optim_utils.full_optim_state_dict` save the state of all ranks.
 
     Args:
@@ -93,14 +93,14 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         plan: the owner of each parameter; ``print(optimizer.plan)`` shows a table with costs, elements and bytes.
-        optimizers: the optimizer of each group on this rank, which step the keys of `state`.
+        optimizers: the optimizers of the groups on this rank, which step the keys of `state`.
 
     Raises:
         TypeError: for a model that is not sharded, and for functions that do not return an optimizer.
         ValueError: for parameters in two groups, in none, or of another model; if a group divides a flat parameter.
         NotImplementedError: for tensor-parallel parameters and shards on disk in a group with an optimizer, and for
-            optimizers that need a closure.
-        RuntimeError: inside a forward, backward or `summon_full_params`; on every rank, if ranks have other groups.
+            optimizers that require a closure.
+        RuntimeError: inside a forward, backward or `summon_full_params`; on every rank, if ranks have different groups.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -126,11 +126,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         listed = [list(dict.fromkeys(one.listed.param for one in members)) for members in self._members]
         options = [options_of(optimizer.param_groups[0]) for optimizer in self.optimizers]
         super().__init__([{**o, "params": params} for o, params in zip(options, listed, strict=True)], {})
-        # Schedulers that cycle momentum look for its name in the defaults, and write it to all groups.
+        # Schedulers that cycle momentum look up the option's name in the defaults, and set the option in all groups.
         common = set.intersection(*map(set, options))
         self.defaults = {key: value for key, value in options[0].items() if key in common}
         here = {one.stepped.param for one in self._each() if one.stepped.is_here}
-        for optimizer in self.optimizers:  # a common dictionary, so that `state` contains all of it
+        for optimizer in self.optimizers:  # all use one dictionary, so that `state` contains the state of all groups
             self.state.update({param: state for param, state in optimizer.state.items() if param in here})
             optimizer.state = self.state
         travelling: dict[Communicator, list[_Member]] = {}
@@ -144,7 +144,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return (member for members in self._members for member in members)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise NotImplementedError once the optimizer is made: owners are chosen for all groups together."""
+        """Raise NotImplementedError after construction, because owners are chosen for all groups together."""
         if len(self.param_groups) == len(self.optimizers):
             raise NotImplementedError(
                 "an OwnedOptimizer gets no more groups: owners are chosen for all groups together. Create another "
@@ -154,7 +154,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> Any:
-        """Raise NotImplementedError, for `copy.deepcopy` and `pickle`, which would separate it from its model."""
+        """Raise NotImplementedError: `copy.deepcopy` and `pickle` would separate the optimizer from the model."""
         raise NotImplementedError(
             "an OwnedOptimizer cannot be copied or pickled, because it belongs to the shards of its model. Make "
             "another OwnedOptimizer of the copied model with the same groups, and load copy.deepcopy(state_dict()) on "
@@ -178,26 +178,26 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return loss
 
     def train(self, mode: bool = True) -> None:
-        """Collective. Call ``train()``, or ``eval()`` without `mode`, of the groups' optimizers that have such methods.
+        """Collective. Call ``train()``, or ``eval()`` if `mode` is False, of the optimizers that have these methods.
 
-        Schedule-free optimizers change parameters there.
+        Schedule-free optimizers change parameters in these methods.
         """
         name = "train" if mode else "eval"
         self._call(lambda optimizer: getattr(optimizer, name, lambda: None)(), with_gradients=False)
 
     def eval(self) -> None:
-        """Collective. Call ``eval()`` of the groups' optimizers that have such a method."""
+        """Collective. Call ``eval()`` of the groups' optimizers that have this method."""
         self.train(False)
 
     @torch.no_grad()
-    @during("OwnedOptimizer.step()")  # and not before: in `fsdp.join` its hooks talk with ranks that are in no call
+    @during("OwnedOptimizer.step()")  # not on `step`: in `fsdp.join` hooks communicate with ranks that do not call it
     def _call(self, call: Callable[[torch.optim.Optimizer], Any], with_gradients: bool) -> None:
         """Call a method of each group's optimizer, and copy the new values to the shards."""
         arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]
         failure: Exception | None = None
         try:
             for number, members in sorted(enumerate(self._members), key=lambda group: group[1][0].stepped.is_owned):
-                if members[0].stepped.is_owned:  # meanwhile shards were stepped
+                if members[0].stepped.is_owned:  # shards were stepped during the transfers
                     for arrive in arriving:
                         arrive()
                     arriving = []
@@ -225,7 +225,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         own.update(options_of(shown))
         try:
             call(optimizer)
-        except Exception as error:  # noqa: BLE001 (raised when the others know)
+        except Exception as error:  # noqa: BLE001 (raised after the other ranks were informed)
             return error
         shown.update(options_of(own))  # some optimizers keep counters in their options
         return None
@@ -239,7 +239,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     @property
     def stepped_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups with the stepped parameters, which saving and loading of state use."""
+        """The parameter groups with the stepped parameters; functions that save and load state use them."""
         return [
             {**options_of(group), "params": [one.stepped.param for one in members]}
             for group, members in zip(self.param_groups, self._members, strict=True)
@@ -252,13 +252,13 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return None if member is None else member.stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: the state of its owned parameters and of its shards. Load it on the same rank.
+        """Return the state of this rank's owned parameters and shards, which must be loaded on the same rank.
 
-        Numbers count the unsharded parameters in all groups, and are equal on every rank.
+        Parameters are numbered as unsharded parameters of all groups, equally on every rank.
 
         Raises:
-            NotImplementedError: for `torch.distributed.checkpoint.state_dict`, which would omit the state on other
-                owners.
+            NotImplementedError: if `torch.distributed.checkpoint.state_dict` calls it, because the state on other
+                owners would be omitted.
         """
         _refuse_torchs_functions()
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -278,13 +278,13 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict` on this rank, with the same number of ranks, or a shard of the full state.
+        """Load this rank's `state_dict`, with the same number of ranks, or this rank's shard of a full state.
 
-        Tensors are used without a copy, and moved to the parameters' device.
+        Tensors are moved to the parameters' device, and not copied otherwise.
 
         Raises:
-            NotImplementedError: for `torch.distributed.checkpoint.state_dict`.
-            ValueError: for other groups, and for the state of parameters that other ranks own.
+            NotImplementedError: if `torch.distributed.checkpoint.state_dict` calls it.
+            ValueError: for different groups, and for the state of parameters that other ranks own.
             RuntimeError: for another rank's state.
         """
         _refuse_torchs_functions()
@@ -323,7 +323,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         for optimizer, group in zip(self.optimizers, saved, strict=True):
             (own,) = optimizer.param_groups
             own.update(options_of(group))
-            # As in torch's `load_state_dict`: makes tensors of FairScale's numbers, and adds options of newer versions.
+            # As in torch's `load_state_dict`: converts FairScale's numbers to tensors, and adds options of newer torch.
             optimizer.__setstate__({"state": self.state, "param_groups": [own]})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -339,27 +339,27 @@ def _refuse_torchs_functions() -> None:
     """Raise NotImplementedError if `get_optimizer_state_dict` or a similar torch function calls a state method.
 
     These functions name parameters by the optimizer's list, and gather `DTensor`s, so they would silently omit the
-    state of parameters that other ranks own. On a rank without owned parameters, they can be recognized only by the
-    caller.
+    state of parameters that other ranks own. On a rank without owned parameters, only the call stack shows such a
+    function.
     """
     if is_called_from("torch.distributed.checkpoint.state_dict"):
         raise NotImplementedError(f"torch.distributed.checkpoint.state_dict does not know the owners of state. {_FULL}")
 
 
 def _beside(value: Any, param: Tensor) -> Any:
-    """Return a state's tensor on the device of its parameter; counts stay where they are, as torch has them."""
+    """Move a tensor of the state to the parameter's device; 0-d tensors are not moved, as in torch."""
     return value.to(param.device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, as a plain one that shares its memory."""
+    """Return this rank's part of a tensor, as a plain tensor that shares the memory."""
     return (held_part(tensor) if is_dtensor(tensor) else tensor).detach().as_subclass(Tensor)
 
 
 class _Member:
     """An original parameter in a group, with the listed parameter and the stepped tensor.
 
-    Its owner is a number among the ranks that share it; None if each rank steps its own elements.
+    `owner` is the owner's number among the ranks that share the parameter; None if each rank steps its own elements.
     """
 
     def __init__(self, listed: OptimParam, original: Original, owner: int | None) -> None:
@@ -369,7 +369,7 @@ class _Member:
         comm = listed.comm
         is_here = owner in (None, comm.rank)
         self.held = _held(listed, original)
-        # Whether other ranks than the owner have elements, or none has any.
+        # Whether ranks other than the owner have elements.
         self.travels = owner is not None and self.held[owner] < original.shape.numel()
         like = listed.param
         if owner is None:
@@ -380,7 +380,7 @@ class _Member:
             made = self.elements.view(original.shape) if is_here else torch.empty(original.shape, device="meta")
         stepped = nn.Parameter(made.to(like.dtype), requires_grad=like.requires_grad)
         self.stepped = SteppedParam(stepped, listed.handle, (original,), owner=owner)
-        self._known: tuple[Any, Tensor] | None = None  # the form and sums of the elements that the owner knows
+        self._known: tuple[Any, Tensor] | None = None  # dtype, device and block sums of the elements that the owner has
 
     @property
     def elements(self) -> Tensor:
@@ -389,13 +389,13 @@ class _Member:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient of these, in `grad_dtype`."""
+        """The gradient of these elements, in `grad_dtype`; None if there is no gradient."""
         grad = self.listed.param.grad
         return None if grad is None else self._of(_local(grad).contiguous()).to(self.grad_dtype)
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """The dtype of the gradient that the optimizer is given: the parameter's, or a wider one of the gradient."""
+        """The dtype of the gradient for the optimizer: the parameter's dtype, or a wider dtype of the gradient."""
         param = self.listed.param
         return torch.promote_types(param.dtype, param.grad_dtype or param.dtype)
 
@@ -404,7 +404,7 @@ class _Member:
         return flat[:0] if kept is None else flat[kept.offset : kept.offset + kept.numel]
 
     def show(self, with_gradient: bool) -> None:
-        """Make the stepped tensors use the memory of the shard."""
+        """Make the stepped tensor and its gradient use the memory of the shard."""
         param = self.stepped.param
         if self.stepped.is_here:
             elements, gradient = self.elements, self.gradient if with_gradient else None
@@ -414,7 +414,7 @@ class _Member:
             param.grad = None if gradient is None else gradient.view(param.shape)
 
     def part(self, unsharded: Tensor, rank: int) -> Tensor:
-        """Return a view of a tensor with the unsharded shape: the elements of a rank."""
+        """Return the elements of a rank, as a view of a tensor with the unsharded shape."""
         handle, slot = self.listed.handle, self.original.slot
         layout = None if handle is None else handle.layout
         if isinstance(layout, RowsLayout) and unsharded.dim():
@@ -433,12 +433,12 @@ class _Member:
         self._known = (elements.dtype, elements.device), block_sums(elements)
 
     def forget_values(self) -> None:
-        """Record that the owner's values are going to change; if the step fails, it will be sent the shard's."""
+        """Record that the owner's values will change; if the step fails, the next step sends the shard's values."""
         self._known = None
 
     @property
     def differs(self) -> Tensor:
-        """Return whether the owner knows other elements, or none of this form, of shape ``[]``."""
+        """A bool tensor ``[]``: whether the owner has other values, another dtype or device, or no values."""
         elements = self.elements
         if self._known is None or self._known[0] != (elements.dtype, elements.device):
             return torch.ones((), dtype=torch.bool, device="cpu")
@@ -446,16 +446,16 @@ class _Member:
 
 
 class _Exchange:
-    """An `_Exchange` moves gradients and values between the ranks that share some parameters and their owners."""
+    """Exchanges gradients and values between the owners of some parameters and the ranks that share them."""
 
     def __init__(self, members: Sequence[_Member]) -> None:
         self._members, self._comm = members, members[0].listed.comm
-        self._taking_part: list[_Member] = []  # in the step that is being taken
-        self._to_owners: dict[int, list[_Member]] = {}  # of which this rank has elements, by other ranks that own them
-        self._from_holders: dict[int, list[_Member]] = {}  # that this rank owns, by other ranks that have elements
+        self._taking_part: list[_Member] = []  # in the current step
+        self._to_owners: dict[int, list[_Member]] = {}  # by owner, parameters of which this rank has elements
+        self._from_holders: dict[int, list[_Member]] = {}  # by rank with elements, parameters that this rank owns
 
     def collect(self, with_gradients: bool) -> Callable[[], None]:
-        """Begin to send data to owners; the returned function waits, and passes the data to the optimizers."""
+        """Start sending data to owners; the returned function waits, and passes the data to the optimizers."""
         self._taking_part = [one for one in self._members if one.listed.param.requires_grad]
         self._to_owners, self._from_holders, changed = {}, {}, self._changed()
         for one in self._taking_part:
@@ -483,7 +483,7 @@ class _Exchange:
         if not self._taking_part:
             return set()
         device = self._taking_part[0].listed.device
-        differ = torch.stack([one.differs.to(device) for one in self._taking_part])  # the host waits once for all
+        differ = torch.stack([one.differs.to(device) for one in self._taking_part])  # a single wait of the host
         return set(compress(self._taking_part, differ.tolist()))
 
     def _show(
@@ -513,7 +513,7 @@ class _Exchange:
         self._renew(signs, told)
 
     def _renew(self, signs: Mapping[_Member, int], told: Mapping[int, Mapping[_Member, int]]) -> None:
-        """Send changed values to owners. Every rank knows in advance whether it sends or receives values."""
+        """Send changed values to owners. Every rank knows from the exchanged bytes what it sends and receives."""
         outgoing = {
             owner: [one.elements for one in held if signs[one] & _IS_CHANGED] for owner, held in self._to_owners.items()
         }
@@ -525,9 +525,9 @@ class _Exchange:
                 one.put(one.stepped.param.data, holder, elements)
 
     def deliver(self, failure: Exception | None) -> list[tuple[int, str]]:
-        """Send new values back and write them to the shards, unless computing them on this rank was a `failure`.
+        """Send new values back and write them to the shards, unless the step on this rank was a `failure`.
 
-        Return the ranks that have failed, of those that send values to this rank, with the texts of their errors.
+        Return the failed ranks, among the owners of this rank's elements, with the texts of their errors.
         """
         comm, to_owners = self._comm, self._to_owners
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -556,14 +556,14 @@ class _Exchange:
                 one.note_values()
         comm.settle()
         for handle in {one.listed.handle for one in self._taking_part}:
-            if handle is not None:  # also without writes, so that all ranks all-gather
+            if handle is not None:  # even without a write on this rank, so that all ranks all-gather again
                 handle.values.touch()
         return [(comm.ranks[owner], reason) for owner, reason in failed.items()]
 
     def _send(
         self, what: str, outgoing: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, Sizes]
     ) -> Callable[[], dict[int, list[Tensor]]]:
-        """Begin to send vectors to ranks; the returned function returns the received vectors of the given `sizes`.
+        """Start sending vectors to ranks; the returned function returns the received vectors of the given `sizes`.
 
         Vectors of the same dtype are sent in a single message.
         """
@@ -592,13 +592,13 @@ class _Exchange:
 
 
 def _held(one: OptimParam, original: Original) -> tuple[int, ...]:
-    """Return how many elements of a parameter each of the ranks has that share it."""
+    """Return the number of elements of a parameter on each rank that shares the parameter."""
     intervals = [one.interval(original, rank) for rank in range(one.comm.world_size)]
     return tuple(0 if each is None else each.numel for each in intervals)
 
 
 def _or_zeros(one: _Member) -> Tensor:
-    """Return this rank's elements of a gradient, which other ranks may have."""
+    """Return this rank's elements of a gradient; zeros if only other ranks have a gradient."""
     gradient = one.gradient
     return torch.zeros_like(one.elements, dtype=one.grad_dtype) if gradient is None else gradient
 
@@ -613,7 +613,7 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
     for number, group in enumerate(given):
         make = group.get("optimizer", group)
         if make is None and group.keys() == {"params", "optimizer"}:
-            continue  # for another optimizer
+            continue  # another optimizer steps this group
         if not callable(make):
             raise TypeError(
                 f"group {number} needs under 'optimizer' a class of optimizers, or a function that creates an "
@@ -752,7 +752,7 @@ def _plan(
 
 
 def _made(number: int, group: Mapping[str, Any], members: Sequence[_Member]) -> torch.optim.Optimizer:
-    """Return the optimizer of a group, which lists all its parameters on every rank."""
+    """Create the optimizer of a group, which contains all parameters of the group on every rank."""
     options = {key: value for key, value in group.items() if key not in _OWN_KEYS}
     optimizer = group["optimizer"]([one.stepped.param for one in members], **options)
     if not isinstance(optimizer, torch.optim.Optimizer) or len(optimizer.param_groups) != 1:

@@ -44,12 +44,12 @@ class Owned(NamedTuple):
     """A parameter with its owner."""
 
     item: OwnedItem
-    ranks: tuple[int, ...]  # that share it
-    owner: int  # its place in `ranks`
+    ranks: tuple[int, ...]  # the ranks that share the parameter
+    owner: int  # the owner's index in `ranks`
 
 
 def choose_owners(items: Sequence[OwnedItem], ranks: tuple[int, ...]) -> list[Owned]:
-    """Return items that these ranks share, with their owners.
+    """Assign an owner to each item; these ranks share the items.
 
     The most expensive items are assigned first. Candidates for an item are the ranks whose total cost stays within an
     equal share; among them, the rank that holds most of the item becomes the owner. If there is no candidate, the rank
@@ -75,14 +75,14 @@ def choose_owners(items: Sequence[OwnedItem], ranks: tuple[int, ...]) -> list[Ow
 
 @dataclass(frozen=True)
 class Ownership:
-    """An `Ownership` says which rank steps which whole parameters; `str` has a table."""
+    """The owner of each owned parameter; ``str()`` returns a table."""
 
     owned: Sequence[Owned]
-    sharded: Sequence[str] = ()  # the names of parameters that every rank steps its own elements of
+    sharded: Sequence[str] = ()  # the names of parameters of which every rank steps its own elements
 
     @property
     def owner_of(self) -> dict[str, int]:
-        """Return the owner of each parameter by its name, numbered among all ranks."""
+        """Return the owner of each parameter by name, as a number among all ranks."""
         return {item.name: ranks[owner] for item, ranks, owner in self.owned}
 
     @property
@@ -92,7 +92,7 @@ class Ownership:
 
     @property
     def numels(self) -> dict[int, int]:
-        """Return how many elements the parameters of each rank have."""
+        """Return the number of elements of each rank's parameters."""
         return {rank: int(numel) for rank, numel in self._summed(lambda item: item.shape.numel()).items()}
 
     def _summed(self, amount: Callable[[OwnedItem], float]) -> dict[int, float]:

@@ -28,14 +28,14 @@ Place = tuple[OptimParam, Original]
 
 
 class Parameters:
-    """All parameters that an optimizer of a wrapped model, given by its outermost wrapper and unit, may contain.
+    """All parameters that an optimizer of a wrapped model may contain; `root` is the unit of the outermost wrapper.
 
     Attributes:
         listed: the parameters that optimizers see, in the order of ``wrapper.parameters()``.
         by_number: the originals, each with its listed parameter, in the order of their numbers.
-        by_name: the originals by name; tied parameters have all their names. Names with path parts of torch's wrappers
-            are also without them.
-        numbers: of the originals.
+        by_name: the originals by name; tied parameters are under each of their names. Names that contain path parts of
+            torch's wrappers are also listed without these parts.
+        numbers: the number of each original.
     """
 
     def __init__(self, wrapper: nn.Module, root: Unit) -> None:
@@ -88,12 +88,12 @@ class Parameters:
     def names(self) -> dict[int, str]:
         """Return the names by number, in the order of ``wrapper.parameters()``.
 
-        From this order, loading knows whether the optimizer has its parameters in the order of its model.
+        Using this order, loading detects whether the optimizer has its parameters in the order of its model.
         """
         return {self.numbers[original]: original.name for one in self.listed for original in one.originals}
 
     def named(self, name: str) -> Place | None:
-        """Return the original of a name, which may have path parts of wrappers; None if the model has none."""
+        """Return the original with a name, which may contain path parts of wrappers; None if there is none."""
         return self.by_name.get(name, self.by_name.get(plain_name(name)))
 
     def of(self, param: Any) -> OptimParam | None:
@@ -110,9 +110,9 @@ def _in_order(unit: Unit) -> list[tuple[FlatParamHandle, int]]:
 
 
 def root_of(model: Any, optim: Any = None) -> Unit:
-    """Return the unit of an outermost wrapper; anything else is a TypeError.
+    """Return the unit of an outermost wrapper; raise TypeError for any other model.
 
-    With an `OwnedOptimizer` it may be a module under `fully_shard`.
+    With an `OwnedOptimizer`, a module under `fully_shard` is also accepted.
     """
     root = unit_of_wrapper(model)
     if root is None and hasattr(optim, "stepped_in") and isinstance(model, nn.Module):
@@ -132,7 +132,7 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
 
 
 def parameters_of(model: nn.Module, what: str, optim: Any = None) -> Parameters:
-    """Return the parameters of the model for optimizers; not inside a forward, backward, or `summon_full_params`."""
+    """Return a model's parameters for optimizers; an error inside a forward, backward or `summon_full_params`."""
     root = root_of(model, optim)
     require_shards(units_of(root.module.modules()), what)
     return Parameters(model, root).stepped_by(optim)
@@ -142,10 +142,10 @@ def parameters_of(model: nn.Module, what: str, optim: Any = None) -> Parameters:
 class OwnState:
     """The state of an optimizer on this rank."""
 
-    dictionary: Mapping[str, Any]  # as the optimizer gave it; not to be changed
+    dictionary: Mapping[str, Any]  # the optimizer's state_dict(), which must not be changed
     groups: list[list[OptimParam]]  # the parameters of each group
-    ids: dict[OptimParam, Any]  # the optimizer's numbers
-    states: dict[OptimParam, Mapping[str, Any]]  # of each parameter that has any
+    ids: dict[OptimParam, Any]  # the optimizer's number of each parameter
+    states: dict[OptimParam, Mapping[str, Any]]  # the state of each parameter that has state
 
 
 def own_state(params: Parameters, optim: Any) -> OwnState:
@@ -167,7 +167,7 @@ def own_state(params: Parameters, optim: Any) -> OwnState:
 def held_by(params: Parameters, optim: Any, dictionary: Mapping[str, Any]) -> list[list[OptimParam]]:
     """Return the parameters in each group of an optimizer with this ``state_dict()``.
 
-    Without ``param_groups``, the optimizer has the model's parameters in their order, either all or the trainable
+    An object without ``param_groups`` must contain the model's parameters in order: either all, or the trainable
     ones.
     """
     sizes = [len(group["params"]) for group in dictionary["param_groups"]]

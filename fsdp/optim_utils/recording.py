@@ -40,7 +40,7 @@ from fsdp.optim_utils.state import groups_of, options_of
 
 FORMAT = "fsdp_fingerprints"
 VERSION = 1
-# Directions, in the order in which they follow each other in a step.
+# Directions, in the order in which they occur in a step.
 INPUT, USED_WEIGHT, BUFFER, OUTPUT = "forward input", "weight in forward", "buffer", "forward output"
 GRADIENT, REDUCED = "gradient", "reduced gradient"
 OPTION, WEIGHT, STATE = "optimizer option", "new weight", "optimizer state"
@@ -51,7 +51,7 @@ class Key(NamedTuple):
 
     Attributes:
         direction: one of the constants above.
-        unit: the name of its unit; empty for options, and for values outside units.
+        unit: the name of the unit; empty for options, and for values outside units.
         name: the name of the parameter, buffer or option; empty for inputs and outputs.
         call: the number of the unit's forward in the micro-batch.
     """
@@ -63,7 +63,7 @@ class Key(NamedTuple):
 
 
 class FingerprintRecording:
-    """A recording of fingerprints, made by `fsdp.record_fingerprints`; a context manager."""
+    """A recording of fingerprints, created by `fsdp.record_fingerprints`; a context manager."""
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str], first_step: int) -> None:
         self._root = require_sharded(model, "fsdp.record_fingerprints")
@@ -103,7 +103,7 @@ class FingerprintRecording:
         self._undo.close()
 
     def forward(self, unit: Unit, inputs: Any) -> None:
-        """Note the inputs, weights and buffers of a unit in its forward."""
+        """Record the inputs, weights and buffers of a unit when its forward begins."""
         if in_backward() or not torch.is_grad_enabled():
             return
         is_first = not self._calls
@@ -145,7 +145,7 @@ class FingerprintRecording:
 
     @torch.no_grad()
     def step_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note new weights and optimizer state, and write the step."""
+        """Record new weights and optimizer state, and write the step."""
 
         def look() -> None:
             self._parts |= {WEIGHT: list(weights_of(self._params)), STATE: list(state_of(self._params, optimizer))}
@@ -192,15 +192,15 @@ class FingerprintRecording:
 
 
 def record_fingerprints(model: nn.Module, path: str | os.PathLike[str], first_step: int = 0) -> FingerprintRecording:
-    """Collective. Record fingerprints of all tensors of a training, to find its first difference to another. ::
+    """Collective. Record fingerprints of all tensors of a training, to find its first difference from another. ::
 
         with fsdp.record_fingerprints(model, "two_ranks.jsonl"):
             for batch in itertools.islice(batches, 3):
                 train(batch)
 
     Then ``python -m fsdp compare two_ranks.jsonl four_ranks.jsonl`` prints the first step, unit, parameter and
-    direction with a difference. With `fsdp.SameBits` two trainings can be compared for different numbers of ranks.
-    Without, they should have the same number of ranks, because otherwise reduced gradients differ in rounding.
+    direction with a difference. With `fsdp.SameBits`, the two trainings may use different numbers of ranks. Without
+    `SameBits`, use the same number of ranks, because otherwise reduced gradients differ in rounding.
 
     For each micro-batch (forward and backward), the recording contains the inputs of the model, the weights, buffers
     and outputs of each unit, and each parameter's gradient before reduction. For each optimizer step, it contains the
@@ -214,17 +214,17 @@ def record_fingerprints(model: nn.Module, path: str | os.PathLike[str], first_st
         first_step: the number of the first step, for a resumed training.
 
     Raises:
-        TypeError: for another model.
-        RuntimeError: if another module around this one is sharded and runs it.
+        TypeError: if the model is not sharded.
+        RuntimeError: if the module is inside another sharded module that runs it.
         OSError: if rank 0 cannot write the file, when the recording begins or at the end of a step.
-        ValueError: at the end of a step, for an optimizer's state that is neither of the shape of a shard nor a number.
-        OtherRankError: on the other ranks then.
+        ValueError: at the end of a step, for optimizer state that is neither a number nor of the shard's shape.
+        OtherRankError: on the other ranks, if a rank raises an OSError or a ValueError.
     """
     return FingerprintRecording(model, path, first_step)
 
 
 def _of_tree(tree: Any) -> int:
-    """Return the number of all tensors in a nest."""
+    """Return the fingerprint of all tensors in nested containers."""
     found: list[str] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def _of_tree(tree: Any) -> int:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
-    """Yield the options of an optimizer's groups, which all ranks have."""
+    """Yield the options of an optimizer's groups, as parts that all ranks have."""
     for number, group in enumerate(groups_of(optimizer)):
         for option, value in options_of(group).items():
             shown = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
