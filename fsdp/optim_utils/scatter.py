@@ -1,8 +1,8 @@
 """Sharding of full optimizer states: a dictionary on each rank, rank 0's dictionary, or an optimizer's own state.
 
 An optimizer that was created before the model was wrapped contains original parameters, which are no longer trained.
-`reshard_optimizer` replaces each by its current `OptimParam`. The state of the original, which is equal on every rank,
-is sharded in the same way as the parameter.
+`reshard_optimizer` replaces each original by the current parameter (`OptimParam`). The state of the original, which is
+equal on every rank, is sharded in the same way as the parameter.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fsdp.optim_utils.state import (
 )
 
 _LOAD = "load its optimizer state"
-Plans = dict[OptimParam, Kinds]  # the state that an optimizer is to have of each parameter that it sees
+Plans = dict[OptimParam, Kinds]  # the kinds of state that each parameter of the optimizer will have
 
 
 def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
     """Return this rank's shard of a full optimizer state, for ``optim.load_state_dict``. Not collective.
 
     Like `FullyShardedDataParallel.get_shard_from_optim_state_dict`, but `full` is not changed, names and numbers are
-    supported, and the result has the groups and numbers of `optim`.
+    supported, and the result uses the groups and numbers of `optim`.
 
     Args:
         model: the outermost wrapper.
@@ -78,7 +78,7 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
     Raises:
         RuntimeError: inside a forward, backward or `summon_full_params`.
         TypeError: if `full` is not such a dictionary.
-        ValueError: for another model's, or other groups; for state that cannot be sharded.
+        ValueError: for the state of another model, or with different groups; for state that cannot be sharded.
     """
     params = parameters_of(model, "shard an optimizer state", optim)
     read = given(params, full)
@@ -89,7 +89,7 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
 
 @during("load_full_optim_state_dict()")
 def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0_only: bool = False) -> None:
-    """Collective. Load a full optimizer state, each rank keeping its shard.
+    """Collective. Load a full optimizer state; each rank keeps its shard.
 
     If there is an error on any rank, all ranks raise an error, and no optimizer is changed.
 
@@ -103,7 +103,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
 
     Raises:
         RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not load it.
-        TypeError, ValueError: as `shard_full_optim_state_dict`.
+        TypeError, ValueError: the errors of `shard_full_optim_state_dict`.
     """
     root = root_of(model, optim)
     root.require_idle("load an optimizer state")
@@ -128,7 +128,7 @@ def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
 
 
 def plans_for(params: Parameters, full: Given) -> Plans:
-    """Return the planned state of each parameter, which must agree for parameters in the same flat parameter."""
+    """Return the planned kinds of state of each parameter, which must be equal within a flat parameter."""
     with_state = {one for one, _ in full.states}
     has_elements = keys_with_elements((original.shape, state) for (_, original), state in full.states.items())
     return {one: _plan(one, full, has_elements) for one in params.listed if one in with_state and not one.is_bytes}
@@ -153,7 +153,7 @@ def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kin
 
 @torch.no_grad()
 def shard_states(plans: Plans, full: Given) -> dict[OptimParam, dict[str, Any]]:
-    """Return this rank's shards of all state, in separate tensors on the host or on disk; `full` loses its tensors."""
+    """Return this rank's shards of all state, in new tensors on the host or on disk; `full` releases its tensors."""
     found = {}
     for one, kinds in plans.items():
 
@@ -195,8 +195,8 @@ def _own(kind: Number | Value, rank: int) -> Any:
 def groups_as_saved(params: Parameters, full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]]:
     """Return the saved parameter groups, which must not divide a flat parameter, with the current parameters.
 
-    If a saved group has the order of its model's parameters, which depends on the wrapping, it gets the order of this
-    model's. Any other order is the optimizer's, and is kept.
+    If a saved group lists parameters in the order of the saved model, which depends on the wrapping, the result uses
+    the order of this model. Any other order was chosen by the optimizer, and is kept.
     """
     before: dict[OptimParam, Original] = {}
     groups = []
@@ -228,7 +228,7 @@ def groups_as_saved(params: Parameters, full: Given) -> list[tuple[dict[str, Any
 
 
 def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dict[str, Any], list[OptimParam]]]:
-    """Return the optimizer's parameter groups, each with the options of the saved group with its parameters."""
+    """Return the optimizer's parameter groups, with the options of the corresponding saved groups."""
     now = optim.state_dict()
     held = held_by(params, optim, now)
     saved_in = {original: number for number, (_, places) in enumerate(full.groups) for _, original in places}
@@ -254,8 +254,8 @@ def dictionary_of(
 ) -> dict[str, Any]:
     """Return an optimizer's dictionary for this rank, with parameters numbered as in torch's optimizers.
 
-    Numbers are tensors if they are tensors in the optimizer's current state (`live`): FairScale counts steps by plain
-    numbers.
+    A number is a tensor or a plain number, as in the optimizer's current state (`live`), because FairScale stores
+    steps as plain numbers.
     """
     groups = list(groups)
     ids = {one: number for number, one in enumerate(one for _, members in groups for one in members)}
@@ -283,7 +283,7 @@ Described = tuple[list[tuple[int, Kinds]], list[tuple[dict[str, Any], list[int]]
 
 
 def described_by_first(params: Parameters, source: FirstRank, full: Any) -> tuple[Plans, Given]:
-    """Collective. Return the plans for rank 0's `full`, and what it has; on other ranks that contains no tensors."""
+    """Collective. Return the plans for rank 0's `full`, and its content, without the tensors on other ranks."""
 
     def job() -> tuple[bytes, Plans, Given]:
         if not source.is_here:
@@ -330,7 +330,7 @@ def deal_states(
                     if (one.comm, one.replicas) == tuple(source.ranks):
                         nbytes = one.param.numel() * one.comm.world_size * kind.dtype.itemsize
                         yield nbytes, partial(_deal, one, made, values, kind.shape)
-                    else:  # a separate group, which reaches rank 0 only through other groups
+                    else:  # a separate group, which is connected to rank 0 only through other groups
                         _share(one, made, values, source, kind.shape)
 
     for _ in in_window(jobs()):
@@ -344,7 +344,7 @@ def deal_states(
 def _deal(
     one: OptimParam, made: Tensor, values: Sequence[Tensor | None], shape: torch.Size | None
 ) -> Callable[[], None]:
-    """Begin to send to each rank the elements of its shard."""
+    """Start sending each rank the elements of its shard; return a function that waits for this rank's shard."""
     comm = one.comm
     arriving = made if made.device == one.device else torch.empty_like(made, device=one.device)
     flat = arriving.view(-1)
@@ -362,7 +362,7 @@ def _deal(
         elif one.replicas.rank == 0 and (mine := one.interval(original, comm.rank, shape)) is not None:
             incoming.setdefault(0, []).append(flat[mine.offset : mine.offset + mine.numel])
     pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", ("dealt", one.tag))
-    for original, vector in own:  # while the others are on their way
+    for original, vector in own:  # while messages are in flight
         one.shard(original, vector, arriving, shape)
 
     def finish() -> None:
@@ -370,7 +370,7 @@ def _deal(
         if one.replicas.world_size > 1 and flat.numel():
             one.replicas.broadcast(flat.view(torch.uint8)).wait()
         if outgoing and not is_host(one.device):
-            comm.settle()  # release copies on the device that were made for sending
+            comm.settle()  # release device copies that were created for sending
         if arriving is not made:
             made.copy_(arriving)
 
@@ -393,9 +393,9 @@ _ANEW = "Make the optimizer after wrapping, from the wrapped model's parameters(
 
 @torch.no_grad()
 def reshard_optimizer(root: Unit, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Replace original parameters in an optimizer, and shard their state; unchanged if anything is wrong.
+    """Replace original parameters in an optimizer, and shard their state; an error leaves the optimizer unchanged.
 
-    Units below `root` took the parameters over. `names` are those of the new parameters, for optimizers that keep them.
+    Units below `root` manage these parameters. `names` are the new parameters' names, for optimizers that store names.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"reshard_optimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}")
@@ -419,11 +419,11 @@ def reshard_optimizer(root: Unit, optimizer: torch.optim.Optimizer, names: Mappi
             pairs = zip(group["params"], now, group["param_names"], strict=True)
             named = {param: names.get(param, name) if param is not before else name for before, param, name in pairs}
             group["param_names"] = list(named.values())
-        group["params"][:] = dict.fromkeys(now)  # in place: some optimizers keep the list itself
+        group["params"][:] = dict.fromkeys(now)  # in place, because some optimizers refer to this list elsewhere
 
 
 class Held(NamedTuple):
-    """A `Held` is an original parameter as the optimizer holds it."""
+    """An original parameter in an optimizer, with its group and state."""
 
     param: nn.Parameter
     group: int
@@ -434,7 +434,7 @@ HeldIn = dict[OptimParam, dict[Original, Held]]
 
 
 def _held_originals(root: Unit, optimizer: torch.optim.Optimizer) -> HeldIn:
-    """Return the original parameters in an optimizer by their current parameters, which must not be in it as well."""
+    """Return the originals in an optimizer by current parameter; the optimizer must not contain both."""
     places: dict[tuple[FlatParameter, int], tuple[OptimParam, Original]] = {}
     paths = paths_in(root.module)
     for _, unit in units_in(root):
@@ -481,7 +481,7 @@ def _refuse_strangers(held: Iterable[Any], ours: set[FlatParameter]) -> None:
 
 
 def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[OptimParam, Kinds]:
-    """Return the state of each new parameter of the optimizer; originals in the same flat parameter must agree."""
+    """Return the kinds of state of each new parameter, which must be equal for originals in a flat parameter."""
     states = optimizer.state.items()
     has_elements = keys_with_elements((param.shape, state) for param, state in states if isinstance(param, Tensor))
     kinds: dict[OptimParam, Kinds] = {}
@@ -519,7 +519,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, one: OptimParam, held: Mappi
 def _sharded(
     optimizer: torch.optim.Optimizer, one: OptimParam, held: Mapping[Original, Held], kinds: Kinds
 ) -> dict[str, Any]:
-    """Return this rank's shard of the originals' state, in the same place as the parameters' shard."""
+    """Return this rank's shard of the originals' state, stored on the same device or disk as the parameter."""
     first = next(iter(held.values()))
     options = optimizer.param_groups[first.group]
     shards = _shards_of(one, kinds, lambda original, key: held[original].state[key].reshape(-1), one.param.device)
@@ -529,6 +529,6 @@ def _sharded(
 def _kept(value: Any, device: torch.device, options: Mapping[str, Any]) -> Any:
     if not isinstance(value, Tensor):
         return value
-    # Counts live on the host, but for steps that run on the device as a whole: those want them with the parameter.
+    # Step counts are on the host, except if the whole step runs on the device and requires them there.
     follows = options.get("fused") or options.get("capturable") or not value.is_cpu
     return value.to(device) if follows else value

@@ -1,9 +1,9 @@
 """The three kinds of optimizer state, which gathering, sharding, saving, loading and comparing use.
 
 An optimizer of a sharded model contains `OptimParam`s, each a shard of a single original parameter or of multiple
-originals. The state of a parameter has keys. `Elements` are a tensor with a value for each element of the parameter.
-They have the parameter's layout, so the same intervals define how to shard them, gather them and find them in files. A
-`Number` is a 0-d tensor for the whole parameter, and a `Value` is not a tensor.
+originals. Each key of a parameter's state has a kind. `Elements` are a tensor with a value for each element of the
+parameter, in the parameter's layout. The same intervals therefore define how to shard and gather `Elements`, and where
+files contain them. A `Number` is a 0-d tensor for the whole parameter, and a `Value` is not a tensor.
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ APART = "Wrap with use_orig_params=True, with which optimizers have each paramet
 class Original:
     """A parameter of the module before wrapping."""
 
-    name: str  # in that module
-    shape: torch.Size  # of the unsharded parameter
-    slot: int = 0  # its number in the flat parameter
+    name: str  # the name in that module
+    shape: torch.Size  # the unsharded shape
+    slot: int = 0  # the index in the flat parameter
     part: MeshPart | None = None  # the local part of a `DTensor`
-    aliases: Sequence[str] = ()  # further names under which a checkpoint may have it
+    aliases: Sequence[str] = ()  # alternative names in checkpoints
 
 
 @dataclass(frozen=True, eq=False)
 class OptimParam:
     """A parameter of an optimizer: a shard of one or more parameters, or an unsharded parameter."""
 
-    param: nn.Parameter  # that the optimizer has
-    handle: FlatParamHandle | None  # of the flat parameter; None for a parameter that is not sharded
-    originals: tuple[Original, ...]  # the parameters in it
-    is_uncollected: bool = False  # its state is not to be gathered
-    owner: int | None = None  # the number in `comm` of the rank that has all of it
+    param: nn.Parameter  # the parameter in the optimizer
+    handle: FlatParamHandle | None  # the handle of the flat parameter; None for an unsharded parameter
+    originals: tuple[Original, ...]  # the original parameters in `param`
+    is_uncollected: bool = False  # True if the state is not gathered
+    owner: int | None = None  # the number in `comm` of the rank that owns the whole parameter
 
     @property
     def is_owned(self) -> bool:
-        """Return whether a single rank has all of it, with state of any shape."""
+        """Return whether a single rank owns the whole parameter, whose state may then have any shape."""
         return self.owner is not None
 
     @property
     def comm(self) -> Communicator:
-        """Return the ranks that it is sharded over."""
+        """Return the communicator of the ranks among which the parameter is sharded."""
         return LONE_RANK if self.handle is None else self.handle.comm
 
     @property
     def replicas(self) -> Communicator:
-        """Return the ranks that have the same shard."""
+        """Return the communicator of the ranks that hold the same shard."""
         return LONE_RANK if self.handle is None else self.handle.replicas
 
     @property
     def tag(self) -> int:
-        """Return the number of messages about it, which the ranks that share it have in common."""
+        """Return the tag of messages about the parameter, which is equal on all ranks that share the parameter."""
         return 0 if self.handle is None else self.handle.tags.gather
 
     @property
     def is_bytes(self) -> bool:
-        """Return whether it is sharded as bytes: it is frozen, and an optimizer never uses its state."""
+        """Return whether the parameter is sharded as bytes. If so, it is frozen, and optimizers never use its state."""
         return self.handle is not None and any(self.handle.flat_param.packings)
 
     @property
     def device(self) -> torch.device:
-        """Return the device from which its elements can be sent."""
+        """Return the device from which the elements can be sent."""
         return self.param.device if self.handle is None else self.handle.storage.device
 
     @cached_property
@@ -109,7 +109,7 @@ class OptimParam:
     def local_vector(self, original: Original, value: Tensor) -> Tensor:
         """Return the flat parameter's part of an unsharded value, as a vector that shares memory if possible.
 
-        Ranks keep their `interval`s of it.
+        Each rank keeps its `interval` of this vector.
         """
         local = (value if original.part is None else original.part.to_local(original.name, value)).detach()
         if self.handle is None or self.is_owned:
@@ -117,7 +117,7 @@ class OptimParam:
         return self.handle.layout.vector_of(original.slot, local)
 
     def local_value(self, original: Original, vector: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """Return the part in its shape, from the result of `local_vector`."""
+        """Return the part in its original shape, from the result of `local_vector`."""
         if self.handle is None or self.is_owned:
             return vector.view(self.local_shape(original, shape))
         return self.handle.layout.value_of(original.slot, vector)
@@ -131,12 +131,12 @@ class OptimParam:
     def zeros(self, dtype: torch.dtype, device: torch.device | None = None, shape: torch.Size | None = None) -> Tensor:
         """Return memory like `param`: on disk if `param` is on disk, else on `device`, by default `param`'s."""
         made = torch.zeros_like(self.param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
-        if len(inner := inner_of(local_part(made))) > 1:  # consecutive, so that it is filled as a vector
+        if len(inner := inner_of(local_part(made))) > 1:  # in consecutive memory, which can be filled as a vector
             set_local_part(made, around(local_part(made), torch.stack(inner).unbind()))
         return made
 
     def memory(self, held: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> Tensor:
-        """Return an optimizer's current tensor if it is like the result of `zeros`, and otherwise this result."""
+        """Return the current tensor `held` if it has the form of `zeros`' result, otherwise the result of `zeros`."""
         wanted = shape or self.param.shape, dtype, self.param.device
         is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
         is_one = is_like and len(inner_of(local_part(held))) < 2
@@ -144,7 +144,7 @@ class OptimParam:
         return held if has_memory else self.zeros(dtype, shape=shape)
 
     def laid_out(self, filled: Tensor) -> Tensor:
-        """Return contiguous state with the strides of an unsharded `param`, in whose order fused optimizers read it."""
+        """Convert contiguous state to the strides of an unsharded `param`, which fused optimizers require."""
         if self.handle is not None or self.param.is_contiguous() or filled.shape != self.param.shape:
             return filled
         return torch.empty_like(self.param, dtype=filled.dtype, device=filled.device).copy_(filled)
@@ -181,7 +181,7 @@ class SteppedParam(OptimParam):
 def params_of(
     handle: FlatParamHandle, paths: Mapping[nn.Module, Sequence[str]], is_uncollected: bool = False
 ) -> list[OptimParam]:
-    """Return the optimizer's parameters of a flat parameter, by the `paths_in` a model, of modules that are in it."""
+    """Return a handle's parameters as optimizers list them, for the modules in `paths` (see `paths_in`)."""
     firsts = [next((place for place in places if place.module in paths), None) for places in handle.places]
     kept = zip(firsts, handle.layout.slots, handle.flat_param.parts, strict=True)
     originals = tuple(
@@ -240,11 +240,11 @@ def match_groups(
     Groups must be equal and in the same order, because learning-rate schedulers refer to them by number. `saved_in`
     returns the number of the saved group with an original parameter, or None. `saved` is the name of the saved state
     in messages. If the saved state has settings per parameter instead of groups (`has_groups` is False), any groups
-    are permitted. A group without parameters is the saved one of the same number, if that is `empty` too.
+    are permitted. A group without parameters matches the saved group of the same number, if `empty` contains it.
     """
     found: list[int | None] = []
     problems = []
-    places: list[tuple[int, int, str]] = []  # a group of the optimizer, a saved one, and a parameter that is in both
+    places: list[tuple[int, int, str]] = []  # a group of the optimizer, a saved group, and a parameter in both
     for number, group in enumerate(groups):
         first: dict[int, str] = {}
         for original in (original for one in group for original in one.originals):
@@ -275,7 +275,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def release(params: Iterable[OptimParam]) -> None:
-    """Release cached parameters and state on disk, which will not be needed soon."""
+    """Remove parameters and state on disk from this process's memory, because they are not needed soon."""
     storages = {one.handle.storage for one in params if one.handle is not None}
     for storage in storages:
         storage.release()
@@ -309,7 +309,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state as it was before `flat_state`; ValueError for keys that are none of its."""
+    """Invert `flat_state`; raise ValueError for keys that `flat_state` cannot have created."""
     leaves = []
     for key, value in state.items():
         match = _NESTED.fullmatch(key)
@@ -319,7 +319,7 @@ def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(leaves: Sequence[tuple[Sequence[tuple[type, Any]], str, Any]]) -> Any:
-    """Return the container of some leaves, each with its path inside; a single leaf without a path is a value."""
+    """Return the container of some leaves, each with its path inside; a single leaf without a path is returned."""
     _, key, value = leaves[-1]
     kind, *others = {path[0][0] if path else None for path, _, _ in leaves}
     if others or (kind is None and len(leaves) > 1):
@@ -359,7 +359,7 @@ class Elements(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A `Number` is a 0-d tensor about the parameter as such."""
+    """A 0-d tensor for the whole parameter."""
 
     value: Any
     dtype: torch.dtype
@@ -373,7 +373,7 @@ class Number(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A `Value` is state that is no tensor."""
+    """State that is not a tensor."""
 
     value: Any
 
@@ -397,7 +397,7 @@ ELEMENTWISE = (
 
 
 def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
-    """Return the message for a tensor that has none of the kinds."""
+    """Return the error message for a tensor that has none of the supported kinds."""
     return (
         f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: only tensors of the "
         f"parameter's shape and numbers can be sharded or combined. {remedy}"
@@ -413,10 +413,10 @@ def kinds_of(
     remedy: str = ELEMENTWISE,
     is_owned: bool = False,
 ) -> Kinds:
-    """Return the kinds of the state of a parameter, or of its shard, with this shape; an owned one may have any shapes.
+    """Return the kinds of the state of a parameter, or of a shard, with this shape; owned state may have any shape.
 
-    Messages use `whose` as its name, and contain a `remedy` for a tensor that is neither of this shape nor a number.
-    `has_elements` is as for `is_number`.
+    `whose` describes the tensor of this shape in error messages, which end with `remedy`. `has_elements` is the
+    argument of `is_number`.
     """
     kinds: Kinds = {}
     for key, value in state.items():
@@ -450,7 +450,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the difference of two states for messages, with the other value; None if they are equal."""
+    """Return the texts of the entries in which two states differ, for messages; None if the states are equal."""
     keys = sorted(key for key in {**one, **other} if not is_same(one.get(key), other.get(key)))
     if not keys:
         return None
@@ -461,7 +461,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, 
 
 
 def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
-    """Return the state of the parameters in a flat parameter, which must agree."""
+    """Return the kinds of state of the parameters in a flat parameter, which must be equal."""
     first, *others = kinds
     for other in others:
         if (found := differences(kinds[first], kinds[other])) is not None:
@@ -483,7 +483,7 @@ class OwnKinds(NamedTuple):
 def own_kinds(
     params: Sequence[OptimParam], states: Mapping[OptimParam, Mapping[str, Any]], doing: str
 ) -> list[OwnKinds]:
-    """Return the kinds of this rank's state of some parameters before the state is read; `doing` is for messages."""
+    """Return the kinds of this rank's state of some parameters, and check that it can be read (messages: `doing`)."""
     found = []
     has_elements = keys_with_elements((one.param.shape, states.get(one) or {}) for one in params)
     for one in params:
@@ -510,11 +510,11 @@ class SharedKinds:
 
     name: str
     by_rank: list[Kinds]
-    holders: list[int]  # the ranks that have elements of the parameter; others may have no state
+    holders: list[int]  # the ranks that have elements of the parameter; other ranks may have no state
 
     @property
     def kinds(self) -> Kinds:
-        """Return the state, with numbers and values of the first rank that has any."""
+        """Return the kinds of the first rank that has state, including its numbers and values."""
         return next((self.by_rank[rank] for rank in self.holders or range(len(self.by_rank)) if self.by_rank[rank]), {})
 
     def numbers(self, key: str) -> list[Number]:
@@ -524,7 +524,7 @@ class SharedKinds:
         return [kind if isinstance(kind, Number) else first for kind in found]  # type: ignore[misc]
 
     def problems(self, keeps_numbers: bool = False) -> Iterator[str]:
-        """Yield the state that differs between ranks but must be equal.
+        """Yield an error message for each rank whose state differs from the first holder's.
 
         A format that `keeps_numbers` stores a list with each rank's 0-d tensor, except for ``step``.
         """
@@ -574,7 +574,7 @@ def require_same_options(ranks: Ranks, heard: Sequence[Mapping[str, str]]) -> No
         for key in {**heard[0], **other}:
             one, another = heard[0].get(key, "none"), other.get(key, "none")
             if one != another:
-                numbers = numbers_of(ranks)  # all ranks are here
+                numbers = numbers_of(ranks)  # collective: all ranks find the same difference
                 raise RuntimeError(
                     f"rank {own_rank()}: the ranks have different options in their optimizers: {key} is {one} "
                     f"on rank {numbers[0]} and {another} on rank {numbers[number]}. Every rank must have the same."
@@ -582,7 +582,7 @@ def require_same_options(ranks: Ranks, heard: Sequence[Mapping[str, str]]) -> No
 
 
 def _shown(value: Any) -> str:
-    """Return the text by which ranks compare an option: the value, or the class of an object that has no such text."""
+    """Return the text with which ranks compare an option: the value, or the class of an object without such a text."""
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):
