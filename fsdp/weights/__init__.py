@@ -1,9 +1,9 @@
-"""Weights of a sharded model for other processes: streams in bounded buckets, changes only, and ranges on request.
+"""Sending the weights of a sharded model to other processes: all in buckets, changes only, or requested ranges.
 
-`stream` sends all weights of a model to a sink. `plan` is the arithmetic of its buckets, and `assembly` the exchange
-among ranks. `sinks` contains the protocol of sinks, `files` the sink of safetensors files, `links` the sinks of sockets
-and shared memory, and `receiver` the process at their other end. `changes` compares weights with the weights that were
-sent before. `loading` loads a stream into a sharded model, and `serving` answers readers that request ranges.
+`stream` sends all weights of a model to a sink. `plan` computes the content of its buckets, and `assembly` exchanges
+their parts among the ranks. `sinks` contains the protocol of sinks, `files` the sink for safetensors files, `links` the
+sinks for sockets and shared memory, and `receiver` the receiving process. `changes` compares weights with the weights
+that were sent before. `loading` loads a stream into a sharded model, and `serving` answers requests for ranges.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 [Note: two buckets] While a sink consumes bucket n, bucket n + 1 arrives, and a rank holds at most these two buckets. If
 all parts are contiguous in the bucket, each run is sent from the shard. The receiving rank has memory for two buckets,
-and receives the run at its position, without further copies. In host memory, the exchange of bucket n + 1 then begins
-before bucket n has arrived. Otherwise parts are packed: the parts that arrive take the memory of a bucket, and are
-copied to the memory of bucket n after the sink has returned.
+and receives each run at its position, without further copies. In host memory, the exchange of bucket n + 1 then begins
+before bucket n has arrived. Otherwise parts are packed: arriving parts are stored in separate memory instead of a
+second bucket, and copied to the memory of bucket n after the sink has consumed bucket n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Shards:
     Args:
         plan: the plan.
         vectors: by the number of a tensor, the flat vector that contains its elements, of any dtype and device.
-        device: of the memory in which parts are packed.
+        device: the device on which parts are packed.
     """
 
     def __init__(self, plan: WeightPlan, vectors: Mapping[int, Tensor], device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Shards:
         """Copy some runs to memory, cast to the dtypes of the plan, and return their bytes."""
         end = 0
         for run in runs:
-            memory[end : run.packed].zero_()  # bytes that align dtypes, so that equal weights have equal bytes
+            memory[end : run.packed].zero_()  # alignment bytes, so that equal weights have equal bytes
             view = self.plan.packed_view(run, memory)
             view.copy_(self._values(run))
             end = run.packed + view.nbytes
@@ -57,17 +57,17 @@ class Shards:
 
 
 class Assembly:
-    """The exchange of a stream among the ranks. All ranks create it, and iterate over `buckets`.
+    """The exchange of a stream among the ranks. All ranks create an assembly, and call `buckets`.
 
     Args:
         shards: this rank's values.
         own: the elements that this rank holds, in its vectors.
-        holdings: by rank, the elements that it holds, of which replicas hold the same.
+        holdings: the elements that each rank holds; replicas hold the same elements.
         alike: the numbers of the tensors with equal values on all ranks that hold the same elements.
         is_direct: whether all parts are direct (`WeightPlan.is_direct`).
         consumers: the ranks that receive complete buckets.
         comm: the communicator of the exchange.
-        places: by rank, its number in `comm`.
+        places: the number of each rank in `comm`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Assembly:
         self._consumes = rank in consumers
 
         def sent(source: int, target: int) -> frozenset[int]:
-            """Return the tensors of which a rank sends its part to another rank, which does not hold the same."""
+            """Return the tensors of which `source` sends a part to `target`, which does not hold an equal part."""
             theirs = holdings[target]
             part = self._plan.parts[source].items()
             return frozenset(number for number, held in part if number not in alike or theirs.get(number) != held)
@@ -104,7 +104,7 @@ class Assembly:
         part = {number: own[number] for number in self._plan.parts[rank]}
         self._outgoing = [(self._only(part, numbers), targets) for numbers, targets in outgoing.items()]
         numbers = range(len(self._plan.buckets))
-        # A copy of an offloaded shard, and a send that reads it, are queued on different streams of an accelerator.
+        # On an accelerator, the copy of an offloaded shard and the send that reads the copy use different streams.
         self._starts_early = self._is_direct and is_host(shards.device)
         sizes = [0 if self._is_direct else sum(self._sizes(number)) for number in numbers]
         self._staging = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=shards.device)
@@ -132,7 +132,7 @@ class Assembly:
         """Collective. Assemble all buckets and call a function with each, on the ranks that receive them."""
         arriving, received = self._start(0)
         for number, nbytes in enumerate(self._plan.bucket_nbytes):
-            # Bucket n + 1 takes the memory of bucket n - 1, or, if it is packed, that of the parts of bucket n.
+            # Bucket n + 1 uses the memory of bucket n - 1; packed parts use the memory of the parts of bucket n.
             following = self._start(number + 1) if self._starts_early else None
             arriving.wait()
             for source, packed in received.items():
@@ -147,7 +147,7 @@ class Assembly:
         self._comm.settle()  # before shards are written again
 
     def _messages(self, runs: Sequence[Run], memory: Tensor | None) -> list[Tensor]:
-        """Return the bytes of some runs: of each, or packed in memory. After an error, other bytes take their place."""
+        """Return the bytes of some runs, separately or packed in `memory`; after an error, arbitrary bytes."""
         if self._problem is None:
             try:
                 if memory is None:
@@ -161,7 +161,7 @@ class Assembly:
         return [torch.empty(nbytes, dtype=torch.uint8, device=self._shards.device) for nbytes in sizes]
 
     def check(self) -> None:
-        """Raise the exception that made this rank send bytes that are not of its shards."""
+        """Raise the exception after which this rank has sent arbitrary bytes, if there was one."""
         if self._problem is not None:
             raise self._problem
 
@@ -169,7 +169,7 @@ class Assembly:
         return self._memory[number % len(self._memory)]
 
     def _start(self, number: int) -> tuple[Pending, dict[int, Tensor]]:
-        """Start the exchange of a bucket, and return the memory of the packed parts of other ranks."""
+        """Start the exchange of a bucket; return it, and the memory for the packed parts of other ranks."""
         what, tag = f"the exchange of bucket {number} of a stream of weights", ("weights", number)
         if number >= len(self._plan.buckets):
             return Pending(what, (), lambda: torch.empty(0, device="cpu")), {}

@@ -1,4 +1,4 @@
-"""Changes of weights since they were last sent: positions and values of elements, runs, or all, whichever is shortest.
+"""Changes of weights since the last stream, encoded as elements, as runs, or completely, whichever is shortest.
 
 A rank compares the bytes of its part of a bucket, in the dtype in which they are sent, with a copy on the host. Equal
 bytes are not sent, and the result is bitwise equal to complete weights. The rank also sends a checksum of the changed
@@ -26,11 +26,11 @@ class _Form(IntEnum):
 
 
 class Snapshot:
-    """The weights of a model that were sent last, for ``stream_weights(..., since=snapshot)``. Every rank creates one.
+    """The weights of a model's last stream, for ``stream_weights(..., since=snapshot)``. Every rank creates a snapshot.
 
-    A rank keeps a copy of the bytes that it sends on the host: in total, the bytes of the weights once, in the dtype in
-    which they are sent. An empty snapshot, and a snapshot of other settings, sends all weights. If a stream fails, the
-    snapshot is cleared, so that the next stream sends all weights.
+    Each rank keeps a host copy of the bytes that it sends. All copies together contain the weights once, in the dtype
+    of the stream. All weights are sent if the snapshot is empty, or is from a stream with different settings. If a
+    stream fails, the snapshot is cleared, so that the next stream sends all weights.
 
     Attributes:
         sent_nbytes: the number of bytes that this rank sent in the last stream.
@@ -51,18 +51,18 @@ class Snapshot:
         return sum(map(len, self._parts))
 
     def base(self, key: str) -> str:
-        """Return the identifier of the stream that was sent last with the same plan; empty without one."""
+        """Return the identifier of the last stream if its plan has this key, otherwise an empty string."""
         return self._stream if self._key == key else ""
 
     def begin(self, is_complete: bool) -> None:
-        """Prepare for a stream, which is complete weights or changes."""
+        """Prepare for a stream of complete weights, or of changes."""
         parts = self._parts
         self.clear()
         self._parts = [] if is_complete else parts
 
     def encoded(self, number: int, part: Tensor, width: int) -> Tensor:
         """Return the bytes to send for a part of a bucket, and keep a copy of the part."""
-        if number == len(self._parts):  # of complete weights
+        if number == len(self._parts):  # in a stream of complete weights
             self._parts.append(part.clone())
             found = part
         else:
@@ -99,7 +99,7 @@ def changes(before: Tensor, after: Tensor, width: int) -> Tensor:
 
 
 def apply_changes(encoded: Tensor, part: Tensor, what: str) -> None:
-    """Apply encoded changes to a tensor of bytes in place; ValueError if the result is not the sender's."""
+    """Apply encoded changes to a tensor of bytes in place; raise ValueError if the result differs from the sender's."""
     try:
         form, width, wide, checksum, count, runs = _HEAD.unpack(bytes(encoded[: _HEAD.size].numpy()))
         body = encoded[_HEAD.size :]
@@ -120,7 +120,7 @@ def apply_changes(encoded: Tensor, part: Tensor, what: str) -> None:
         raise ValueError(f"after its changes, {what} differs from the sender's weights. Send all weights again")
 
 
-# Distances are not negative; torch has few operations on unsigned numbers of more than 8 bits.
+# Distances are not negative. Wider dtypes are signed, because torch supports few operations on unsigned ones.
 _UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

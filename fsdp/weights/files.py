@@ -1,4 +1,4 @@
-"""`SafetensorsSink` writes Hugging Face's layout, ``save_pretrained``, of which every rank writes its own ranges."""
+"""`SafetensorsSink` writes files in the layout of Hugging Face's ``save_pretrained``; each rank writes its ranges."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _PART = ".streaming-"  # begins the name of the folder that contains the files o
 
 
 class SafetensorsSink(Sink):
-    """Writes safetensors files, with an index if there are multiple files, in which ``from_pretrained`` finds weights.
+    """Writes safetensors files that ``from_pretrained`` can load, with an index if there are multiple files.
 
     Every rank creates this sink, and writes its own ranges of each bucket. All ranks need access to the folder. The
-    files are written to a temporary folder inside it. After all ranks have written and synced them, they replace the
-    model's files in the folder; other files, such as a configuration, are kept. If the stream fails, the previous files
-    are kept. The index of previous files with the same names is removed first, and the new index is written last. So
+    files are written to a temporary folder in `folder`. After all ranks have written and synced the files, these
+    replace the model's files; other files, such as a configuration, are kept. If the stream fails, the previous files
+    are kept. The index of previous files with the same names is removed first, and the new index is moved last, so that
     old and new files are never loaded together.
 
-    Tied parameters are stored under the first of their names.
+    Tied parameters are stored under their first name.
 
     Args:
         folder: the folder, which is created if necessary.
@@ -61,7 +61,7 @@ class SafetensorsSink(Sink):
                 )
             os.makedirs(self._folder, exist_ok=True)
             for left in glob(os.path.join(escape(self._folder), f"{_PART}*")):
-                shutil.rmtree(left)  # of a stream that was killed
+                shutil.rmtree(left)  # created by a stream that was killed
             os.mkdir(self._place)
             for file in self._files:
                 create(self._place, file)
@@ -110,7 +110,7 @@ class SafetensorsSink(Sink):
         """Move the new files to the folder, and remove the files of the previous weights that have other names."""
         names = [file.name for file in self._files]
         if len(names) > 1 and any(os.path.exists(os.path.join(self._folder, name)) for name in names[:-1]):
-            # Killed from here on, it leaves a folder without an index instead of old and new files under one.
+            # If the process is killed below, the folder has no index, instead of an index of old and new files.
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._folder, names[-1]))
             sync(self._folder)

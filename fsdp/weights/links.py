@@ -2,13 +2,13 @@
 
 [Note: protocol] Each rank connects to the receiving process, which listens. A message is a header (magic number, kind,
 CRC-32 and length of the content) and its content. Both sides prove with a challenge that they have the same secret,
-which is never sent. Then rank 0 sends the plan of the stream, and the other ranks their numbers. After the receiver has
-accepted the stream of all ranks, each rank sends its part of each bucket, and the receiver confirms each part. In the
-end the receiver confirms that it has consumed all buckets. Contents are JSON or bytes of tensors; no code is loaded.
+which is never sent. Then each rank sends its number, and rank 0 also the plan of the stream. After the receiver has
+accepted the stream of all ranks, each rank sends its part of each bucket, and the receiver confirms each part. At the
+end the receiver confirms that all buckets are consumed. Contents are JSON or bytes of tensors; no code is loaded.
 Links are not encrypted.
 
 For shared memory, the messages use a local socket, and the parts are in anonymous memory of the sending rank, whose
-descriptor is sent with a message. The system frees the memory when both processes have closed it or have ended,
+file descriptor is sent with a message. The system frees the memory when both processes have closed it or have ended,
 for any reason.
 """
 
@@ -36,12 +36,12 @@ from fsdp.weights.sinks import Sink
 _VERSION = 2  # of the protocol
 _MAGIC = b"fsdw"
 _HEAD = struct.Struct("<4sBIQ")
-_PEER = struct.Struct("3i")  # of a local socket: the process, the user and the group at its other end
+_PEER = struct.Struct("3i")  # the process, user and group at the other end of a local socket
 _NONCE_BYTES = 16
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
-_LEAD = 16  # parts that a socket may hold before the receiver has taken them
-_SHORT = 1 << 12  # bytes of a content that is sent together with its header
-_MAX_TEXT = 1 << 28  # bytes of a message that is no part of a bucket
+_LEAD = 16  # the maximum number of parts in flight on a socket
+_SHORT = 1 << 12  # the maximum bytes of content that is sent together with the header
+_MAX_TEXT = 1 << 28  # the maximum bytes of a message that is not a part of a bucket
 
 
 class Kind(IntEnum):
@@ -63,11 +63,11 @@ class Kind(IntEnum):
 
 
 class PeerError(ConnectionError):
-    """The process at the other end has reported an error before it closed the connection."""
+    """An error that the other process has reported before it closed the connection."""
 
 
 class Link:
-    """A connection, with messages that are checked. `peer` describes its other end in errors."""
+    """A connection that sends and receives messages with checksums. `peer` describes the other process in errors."""
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float) -> None:
         self._socket, self.peer, self._timeout = connection, peer, timeout
@@ -78,7 +78,7 @@ class Link:
         self._sent = 0  # parts that the receiver has not yet taken
 
     def set_peer(self, peer: str, timeout: float) -> None:
-        """Change the description of the other end, and the number of seconds to wait for it."""
+        """Change the description of the other process, and the number of seconds to wait for data."""
         self.peer, self._timeout = peer, timeout
         self._socket.settimeout(timeout)
 
@@ -107,7 +107,7 @@ class Link:
             self._explain(error)
 
     def _send_all(self, memory: bytes | memoryview) -> None:
-        """Send all of it. The timeout begins anew with each part that is taken, in contrast to `socket.sendall`."""
+        """Send all bytes. In contrast to `socket.sendall`, the timeout restarts whenever some bytes are sent."""
         left = memoryview(memory)
         while left:
             left = left[self._socket.send(left) :]
@@ -119,7 +119,7 @@ class Link:
         """Return the content of the next message as a tensor of bytes, in new memory or in `into`.
 
         Raises:
-            ConnectionError: if the message is of another kind, has more than `most` bytes, or has changed on the way.
+            ConnectionError: if the message is of another kind, has more than `most` bytes, or has a wrong checksum.
         """
         return self._content(*self._head(*kinds, most=most), into)
 
@@ -163,7 +163,7 @@ class Link:
             memory = memory[count:]
 
     def _explain(self, error: OSError) -> None:
-        """Raise the error that the other end has sent before it closed the connection, or the error of the socket."""
+        """Raise the error that the other process sent before it closed the connection, or else the socket's error."""
         if isinstance(error, TimeoutError):
             raise TimeoutError(f"{self.peer} has taken nothing for {self._timeout:g} s") from None
         try:
@@ -176,7 +176,7 @@ class Link:
             raise ConnectionError(f"the connection to {self.peer} has failed: {error}") from None
 
     def share(self, nbytes: int) -> None:
-        """Create memory of this process that the other end can read."""
+        """Create shared memory that the other process can read."""
         fd = os.memfd_create("fsdp.weights")
         try:
             os.ftruncate(fd, max(nbytes, 1))
@@ -186,7 +186,7 @@ class Link:
             os.close(fd)
 
     def map_shared(self) -> None:
-        """Map the memory that the other end shares."""
+        """Map the memory that the other process shares."""
         head, fds, *_ = socket.recv_fds(self._socket, _HEAD.size, 1)
         if len(head) != _HEAD.size or _HEAD.unpack(head)[1] != Kind.MEMORY or len(fds) != 1:
             raise ConnectionError(f"{self.peer} has sent no shared memory")
@@ -196,7 +196,7 @@ class Link:
             os.close(fds[0])
 
     def send_part(self, part: Tensor) -> None:
-        """Send a part of a bucket, after the receiver has taken the previous part from shared memory."""
+        """Send a part of a bucket. Wait first if shared memory, or a socket, still contains too many earlier parts."""
         memory = part.numpy().data
         if self._memory is None:
             self.settle(_LEAD - 1)
@@ -208,7 +208,7 @@ class Link:
         self._sent += 1
 
     def settle(self, most: int = 0) -> None:
-        """Wait until the receiver has taken all parts but `most`. The timeout begins anew with each part."""
+        """Wait until at most `most` parts are not confirmed. The timeout restarts with each confirmed part."""
         while self._sent > most:
             self.receive(Kind.TAKEN)
             self._sent -= 1
@@ -226,19 +226,19 @@ class Link:
         self.send(Kind.TAKEN)
 
     def end(self, text: str = "") -> None:
-        """Close the connection; the other end raises an error with the text, if there is one."""
+        """Close the connection; if there is a text, the other process raises an error that contains the text."""
         with suppress(OSError):
             if text:
                 self._socket.settimeout(1.0)
                 self.send(Kind.ERROR, text.encode())
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which also ends waits of other threads
+            self._socket.shutdown(socket.SHUT_RDWR)  # also ends waits of other threads
         self._socket.close()
         self._memory = None
 
 
 def is_shared_memory(address: str) -> bool:
-    """Return whether an address is the name of a process on this host, and no ``host:port``."""
+    """Return whether an address is the name of a process on this host, instead of ``host:port``."""
     return ":" not in address
 
 
@@ -257,7 +257,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def key_of(secret: str | bytes | None, address: str) -> bytes:
-    """Return the secret as bytes; sockets require one."""
+    """Return the secret as bytes; raise ValueError if it is missing and the address is ``host:port``."""
     key = secret.encode() if isinstance(secret, str) else secret or b""
     if not isinstance(key, bytes):
         raise TypeError(f"secret must be a str or bytes, got {type(secret).__name__}")
@@ -267,7 +267,7 @@ def key_of(secret: str | bytes | None, address: str) -> bytes:
 
 
 def connect(address: str, key: bytes, connect_timeout: float, timeout: float) -> Link:
-    """Connect to a process that listens, for which this waits up to `connect_timeout` seconds."""
+    """Connect to a process; wait up to `connect_timeout` seconds until the process listens."""
     is_local, until = is_shared_memory(address), time.monotonic() + connect_timeout
     peer = f"the process at {address}"
     while True:
@@ -280,7 +280,7 @@ def connect(address: str, key: bytes, connect_timeout: float, timeout: float) ->
             else:
                 connection = socket.create_connection(split_address(address), left)
             break
-        except OSError as error:  # it does not listen yet, or its host cannot be reached
+        except OSError as error:  # the process does not listen yet, or its host cannot be reached
             if time.monotonic() > until:
                 raise ConnectionError(f"no process listens at {address} for {connect_timeout:g} s: {error}") from None
             time.sleep(0.05)
@@ -301,7 +301,7 @@ def connect(address: str, key: bytes, connect_timeout: float, timeout: float) ->
 
 
 def accept(link: Link, key: bytes) -> None:
-    """Require that the process at the other end of a new connection knows the secret, and has the same user."""
+    """Require that the other process of a new connection knows the secret and, if local, belongs to the same user."""
     link.require_own_user()
     hello = bytes([_VERSION]) + secrets.token_bytes(_NONCE_BYTES)
     link.send(Kind.CHALLENGE, hello)
@@ -319,18 +319,18 @@ def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
 class SocketSink(Sink):
     """Sends weights to a process that listens at a TCP address, see `receive`. Every rank creates this sink.
 
-    Each rank connects for itself, and sends its own parts with checksums. The links are not encrypted: use a
-    trusted network.
+    Each rank has a separate connection, and sends its own parts with checksums. Connections are not encrypted: use
+    a trusted network.
 
     Args:
         address: ``host:port``.
         secret: the secret of the receiving process, which is not sent.
-        timeout: the number of seconds to wait until the receiver has taken a further part, or consumed the last bucket.
-        connect_timeout: the number of seconds to wait until the receiver listens; None stands for `timeout`.
+        timeout: the number of seconds to wait until the receiver has confirmed another part, or the last bucket.
+        connect_timeout: the number of seconds to wait until the receiver listens; None (default) uses `timeout`.
 
     Raises:
-        ConnectionError: if the receiver does not listen at its address, ends, or reports an error.
-        PermissionError, TimeoutError: if the receiver has another secret, or is too slow.
+        ConnectionError: if the receiver does not listen at the address, ends, or reports an error.
+        PermissionError, TimeoutError: if the receiver has a different secret, or is too slow.
     """
 
     receives = "parts"
@@ -360,7 +360,7 @@ class SocketSink(Sink):
         self._accepted().send_part(tensor.cpu())
 
     def _accepted(self) -> Link:
-        """Return the link; the first time, after the receiver has accepted the streams of all ranks."""
+        """Return the link; the first call waits until the receiver has accepted the stream of all ranks."""
         if self._link is None:
             raise ConnectionError(f"this rank has no connection to {self._address}")
         if not self._is_accepted:
@@ -382,22 +382,22 @@ class SocketSink(Sink):
             link.end(text)
 
 
-CHANGES_BYTES = 64  # that an encoded part can have more than the part itself
+CHANGES_BYTES = 64  # by which an encoded part can exceed the part itself
 
 
 class SharedMemorySink(SocketSink):
     """Sends weights through shared memory to a process of the same user on the same host. Every rank creates this sink.
 
-    Each rank has shared memory for its largest part of a bucket. The memory has no name, and
-    is freed when both processes have closed it or ended. Linux only.
+    Each rank creates shared memory for its largest part of a bucket. The memory has no name, and is freed when both
+    processes have closed it or ended. Linux only.
 
     Args:
-        name: the name under which the process receives, see `receive`; without ``:``.
+        name: the name of the receiver, see `receive`; without ``:``.
         timeout, connect_timeout: as for `SocketSink`.
 
     Raises:
         ConnectionError: if the receiver does not listen, ends, or reports an error.
-        RuntimeError: on another system than Linux.
+        RuntimeError: on systems other than Linux.
     """
 
     def __init__(self, name: str, *, timeout: float = 300.0, connect_timeout: float | None = None) -> None:
@@ -408,7 +408,7 @@ class SharedMemorySink(SocketSink):
 
 
 def listening(address: str) -> tuple[socket.socket, str]:
-    """Return a socket that listens at an address, and the address with the port that was chosen."""
+    """Return a socket that listens at an address, and the address with the actual port."""
     if is_shared_memory(address):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         place: Any = local_address(address)

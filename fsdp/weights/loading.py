@@ -37,15 +37,15 @@ class Source(Protocol):
 class ModelSink(Sink):
     """Loads a stream into another model on the same ranks, which may be sharded differently.
 
-    The constructor is collective. Every rank creates this sink, and passes it to `stream_weights`. Each rank receives
-    complete buckets, and copies its ranges of them, cast as by `Tensor.copy_`.
+    The constructor is collective. Every rank creates this sink, and passes the sink to `stream_weights`. Each rank
+    receives complete buckets, and copies its ranges of each bucket with `Tensor.copy_`, which casts values.
 
     Args:
-        model: the model to load into, with units or without.
-        strict: if True, raise for parameters of the model that the stream does not contain.
+        model: the model to load into, with or without units.
+        strict: If True, raise an error for parameters of the model that the stream does not contain.
 
     Raises:
-        RuntimeError: for all differences of names and shapes together, before any tensor is changed; in a forward or
+        RuntimeError: if names or shapes differ, with all differences, before any tensor is changed; in a forward or
             backward, or inside `summon_full_params`.
     """
 
@@ -61,7 +61,7 @@ class ModelSink(Sink):
         stream.forms = {tensor.name: tensor.form for tensor in plan.tensors}
         names = set(stream.tensors)
         found = tensors_in(self._model, self.units)
-        # Buffers are sent on request.
+        # A stream contains buffers only on request.
         targets = [
             each for each in found if isinstance(each.param, nn.Parameter) or not names.isdisjoint(keys_of(each))
         ]
@@ -79,7 +79,7 @@ class ModelSink(Sink):
         self._open.enter_context(stored_buffers(self.units))
 
     def bucket(self, number: int, tensor: Tensor) -> None:
-        # Tensors without a part on this rank, too: a shard counts as changed on all ranks.
+        # Also tensors without a part on this rank: all ranks must record that a shard was changed.
         values: dict[int, list[tuple[Run, Tensor]]] = {piece.tensor: [] for piece in self._plan.buckets[number]}
         for run in self._plan.runs(number, self._held):
             values[run.piece.tensor].append((run, self._plan.run_view(run, tensor)))
@@ -98,27 +98,27 @@ def _copy(values: Sequence[tuple[Run, Tensor]], held: Tensor) -> None:
 
 @during("fsdp.load_stream()")
 def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: bool = True) -> Any:
-    """Collective. Load weights that another process sends, such as a training at another number of ranks.
+    """Collective. Load weights that another process sends, for example a training with a different number of ranks.
 
-    Each rank copies its ranges of each bucket to its shards; units are not unsharded, and values are cast as by
-    `Tensor.copy_`. A rank holds at most two buckets.
+    Each rank copies its ranges of each bucket to its shards with `Tensor.copy_`, which casts values. Units are not
+    unsharded. A rank holds at most two buckets.
 
     Args:
-        model: a wrapped model, a model with units inside, or a plain model.
-        source: an `Update`, or a `Receiver` whose next update is loaded. Either the first rank has a source and the
-            other ranks pass None, so that the first rank broadcasts each bucket; or every rank has its own source of
-            the same weights.
-        strict: if True, raise for parameters of the model that the stream does not contain. Names that the
-            model does not have always raise.
+        model: a wrapped model, a model that contains units, or a plain model.
+        source: an `Update`, or a `Receiver` whose next update is loaded. Either the first rank passes a source and the
+            other ranks pass None, so that the first rank broadcasts each bucket; or every rank passes a source of the
+            same weights.
+        strict: If True, raise an error for parameters of the model that the stream does not contain. Names that the
+            model does not have always raise an error.
 
     Returns:
         torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.
 
     Raises:
-        RuntimeError: for all differences of names and shapes together, before any tensor is changed; in a forward or
+        RuntimeError: if names or shapes differ, with all differences, before any tensor is changed; in a forward or
             backward, or inside `summon_full_params`; on every rank, with the reason, if another rank fails. Parameters
             may then be partly loaded.
-        ConnectionError, ValueError: on the rank with the source, if its sender fails, or the source ends early.
+        ConnectionError, ValueError: on the rank with the source, if the sender fails, or the source ends early.
     """
     sink = ModelSink(model, strict=strict)
     ranks = all_ranks(sink.everyone, _WHAT)
@@ -156,7 +156,7 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
 
 
 def _next_bucket(arriving: Iterator[tuple[int, Tensor]] | None, number: int, plan: WeightPlan) -> Any:
-    """Return the next bucket of this rank's source, None without a source; ValueError if the source has ended."""
+    """Return the next bucket of this rank's source, or None without a source; raise ValueError after the end."""
     if arriving is None:
         return None
     for _, bucket in arriving:

@@ -28,9 +28,9 @@ from fsdp.checkpoint.model_tensors import Held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS
 from fsdp.engine.boxes import Box, boxes_of, overlap
 
-ALIGN = 16  # bytes, of tensors in a bucket, which suffice for any view and for vector instructions
+ALIGN = 16  # the alignment of tensors in a bucket, in bytes; sufficient for all dtypes and for vector instructions
 
-_MOST_MESSAGES = 512  # from a rank to a rank, of a bucket
+_MOST_MESSAGES = 512  # for a bucket, from one rank to another
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class PlannedTensor:
     """A tensor of a stream.
 
     Attributes:
-        names: the names under which it is sent; multiple names if parameters are tied.
-        dtype: the dtype in which it is sent.
+        names: the names in the stream; multiple names if parameters are tied.
+        dtype: the dtype in the stream.
         shape: the unsharded shape.
-        form: class, inner tensors and metadata of a parameter that is sent as its bytes; empty for other tensors.
+        form: class, inner tensors and metadata of a parameter that is sent as bytes; empty for other tensors.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class PlannedTensor:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The first name."""
         return self.names[0]
 
     @property
@@ -61,7 +61,7 @@ class PlannedTensor:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape, in which a number has a dimension of one row."""
+        """The shape; for a 0-d tensor, a dimension with a single row."""
         return tuple(self.shape) or (1,)
 
     @property
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
 class Run(NamedTuple):
     """A box of a piece that a rank holds.
 
-    Its elements are consecutive in the rank's vector, from element `start` on. In the rank's packed part of the bucket,
+    The elements are consecutive in the rank's vector, from element `start` on. In the rank's packed part of the bucket,
     they begin at byte `packed`.
     """
 
@@ -92,7 +92,7 @@ class Run(NamedTuple):
     packed: int
 
 
-# By the number of a tensor, the elements that a rank holds of it.
+# The elements of each tensor that a rank holds, by the number of the tensor.
 Holding = Mapping[int, Held]
 
 
@@ -104,7 +104,7 @@ class WeightPlan:
         tensors: all tensors, in the order of the model.
         buckets: for each bucket, the pieces that it contains.
         parts: for each rank, the elements that the rank sends. No element is sent by two ranks.
-        rank: this rank's number among the parts.
+        rank: this rank's index in `parts`.
         stream: an identifier of the stream, equal on all ranks and different for each stream.
         base: the identifier of the earlier stream to which a stream of changes applies; empty for complete weights.
     """
@@ -149,7 +149,7 @@ class WeightPlan:
         }
 
     def runs(self, number: int, holding: Holding) -> list[Run]:
-        """Return the boxes of a bucket that are held, in the order in which they are packed."""
+        """Return the boxes of a bucket that a rank holds, in the order of its packed part."""
         found, at = [], 0
         for piece in self.buckets[number]:
             tensor = self.tensors[piece.tensor]
@@ -163,7 +163,7 @@ class WeightPlan:
         return found
 
     def is_direct(self, part: Holding) -> bool:
-        """Return whether the runs of a part are contiguous in each bucket, and few, so that each can be a message."""
+        """Return whether each run of a part can be a message: runs are contiguous in their bucket, and not too many."""
         for number in range(len(self.buckets)):
             runs = self.runs(number, part)
             for run in runs:
@@ -278,7 +278,7 @@ def shares(tensor: PlannedTensor, held: Held | None, wanted: Box) -> list[Share]
 
 
 def aligned(nbytes: int, align: int = ALIGN) -> int:
-    """Return the next multiple of a number of bytes."""
+    """Round a number of bytes up to a multiple of `align`."""
     return -(-nbytes // align) * align
 
 
@@ -348,7 +348,7 @@ def _by_rows(number: int, tensor: PlannedTensor, bucket_bytes: int) -> list[_Ite
 
 
 def chosen(names: Sequence[Collection[str]], only: Iterable[str] | None) -> list[int]:
-    """Return the numbers of the tensors that `only` names: names of tensors or modules, in which * is any text."""
+    """Return the numbers of the tensors in `only`, a list of tensor or module names in which * matches any text."""
     if only is None:
         return list(range(len(names)))
     found: set[int] = set()
@@ -362,10 +362,10 @@ def chosen(names: Sequence[Collection[str]], only: Iterable[str] | None) -> list
 
 
 def groups_of(names: Sequence[Collection[str]], together: Iterable[Iterable[str]]) -> list[list[int]]:
-    """Return the numbers of the tensors of each group; names match in which * stands for the same text.
+    """Return the numbers of the tensors of each group, whose names match with the same text for *.
 
     Raises:
-        ValueError: for a name that no tensor has, and a tensor in two groups.
+        ValueError: if a name matches no tensor, or a tensor is in two groups.
     """
     found: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     group_of: dict[int, tuple[int, tuple[str, ...]]] = {}

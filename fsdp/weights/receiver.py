@@ -16,7 +16,7 @@ from fsdp.weights.changes import apply_changes
 from fsdp.weights.links import CHANGES_BYTES, Kind, Link, accept, is_shared_memory, key_of, listening, text_of
 from fsdp.weights.plan import WeightPlan, aligned
 
-_HANDSHAKE = 10.0  # seconds, of a process that connects and says nothing
+_HANDSHAKE = 10.0  # seconds to wait for a process that connects without sending data
 
 
 class _Kept:
@@ -28,7 +28,7 @@ class _Kept:
 
 
 class Update:
-    """Weights that are being received. Iterating over it, or `buckets` or `state`, receives them once.
+    """An update of weights that can be received once: by iteration, `buckets` or `state`.
 
     Attributes:
         plan: the names, dtypes and shapes of all tensors, and the content of the buckets.
@@ -39,7 +39,7 @@ class Update:
         self._is_over = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors of each bucket; the tensors are views of memory that is used again.
+        """Yield the names and tensors of each bucket; the tensors are views of memory that is reused.
 
         Raises:
             ValueError: if a tensor is divided among buckets; use `state` or `buckets` then.
@@ -60,10 +60,10 @@ class Update:
         return {name: tensor for each, tensor in zip(self.plan.tensors, made, strict=True) for name in each.names}
 
     def buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number and the bytes of each bucket ``[n]``, in order; the memory is used again.
+        """Yield the number and the bytes of each bucket ``[n]``, in order; the memory is reused.
 
-        While the caller uses a bucket, the parts of the next bucket arrive. After the last bucket, the senders are told
-        that the weights are consumed. If the caller stops before, the stream fails on all ranks.
+        While the caller uses a bucket, the parts of the next bucket arrive. After the last bucket, the senders are
+        notified that the weights are consumed. If the caller stops earlier, the stream fails on all ranks.
 
         Raises:
             ConnectionError: if a sender ends or reports an error.
@@ -82,7 +82,7 @@ class Update:
                 self._kept.stream = self.plan.stream
             for link in self._links:
                 link.send(Kind.DONE)
-            self.stop("")  # which only closes the links
+            self.stop("")  # closes the links
         except BaseException as error:
             self.stop("the receiver has stopped" if isinstance(error, GeneratorExit) else text_of(error))
             raise
@@ -108,9 +108,9 @@ class Update:
         """Return memory for all buckets if they are kept, otherwise for the largest bucket."""
         if self._kept is None:
             return [torch.empty(max(self.plan.bucket_nbytes, default=0), dtype=torch.uint8, device="cpu")]
-        self._kept.stream = ""  # until all of the new weights have arrived
+        self._kept.stream = ""  # until all new weights have arrived
         if not self.plan.base:
-            self._kept.buckets = []  # freed before the new ones are allocated
+            self._kept.buckets = []  # released before the new buckets are allocated
             self._kept.buckets = [
                 torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in self.plan.bucket_nbytes
             ]
@@ -118,7 +118,7 @@ class Update:
 
     @cached_property
     def _sizes(self) -> list[list[int]]:
-        """The most bytes that each rank sends of each bucket, aligned for all dtypes."""
+        """The maximum bytes that each rank sends for each bucket, aligned for all dtypes."""
         plan = self.plan
         return [
             [aligned(plan.packed_nbytes(plan.runs(number, part))) + CHANGES_BYTES for part in plan.parts]
@@ -126,7 +126,7 @@ class Update:
         ]
 
     def _start(self, pool: ThreadPoolExecutor, number: int, staging: Tensor) -> list[Future[Tensor]]:
-        """Start to receive the parts of a bucket from all ranks at once, so that no rank waits for another rank."""
+        """Start receiving the parts of a bucket from all ranks in parallel, so that no rank waits for another rank."""
         if number == len(self.plan.buckets):
             return []
         if self._are_shared:
@@ -156,10 +156,10 @@ class Update:
 
 
 class Receiver(AbstractContextManager["Receiver"]):
-    """Listens for streams of weights, see `receive`. Iterating over it waits for each next `Update`.
+    """Listens for streams of weights, see `receive`. Each iteration waits for the next `Update`.
 
     Attributes:
-        address: the address at which it listens, with the port that was chosen if port 0 was requested.
+        address: the listening address, with the actual port if port 0 was requested.
     """
 
     def __init__(self, address: str, secret: str | bytes | None, timeout: float, keep: bool) -> None:
@@ -194,7 +194,7 @@ class Receiver(AbstractContextManager["Receiver"]):
             link = Link(connection, f"the sender at {place or 'this host'}", min(_HANDSHAKE, self._timeout))
             try:
                 found = self._greet(link)
-            except (OSError, ValueError, KeyError, TypeError) as error:  # a process that is no sender, or has ended
+            except (OSError, ValueError, KeyError, TypeError) as error:  # the process is not a sender, or has ended
                 link.end(text_of(error))
                 continue
             if found is not None:
@@ -207,7 +207,7 @@ class Receiver(AbstractContextManager["Receiver"]):
             self._last = None
 
     def _greet(self, link: Link) -> Update | None:
-        """Return the update if this rank is the last to connect. A sender that is not accepted raises an error."""
+        """Accept a rank, and return the update if this is the last rank to connect; raise an error for others."""
         accept(link, self._key)
         hello = link.receive_json(Kind.STREAM)
         if is_shared_memory(self.address):
@@ -241,7 +241,7 @@ class Receiver(AbstractContextManager["Receiver"]):
             )
 
     def _drop(self, but: str) -> None:
-        """Close the connections of streams that have ended before all of their ranks had connected."""
+        """Close the connections of all other streams of which not all ranks have connected."""
         for stream, ranks in list(self._waiting.items()):
             if stream != but:
                 for link, _ in ranks.values():
@@ -261,18 +261,18 @@ class Receiver(AbstractContextManager["Receiver"]):
 def receive(address: str, *, secret: str | bytes | None = None, timeout: float = 300.0, keep: bool = False) -> Receiver:
     """Listen for weights that the ranks of a sharded model send. No process group is required.
 
-    The result is a context manager, and an iterator over updates: ``for update in receiver: ...``. While an update is
-    not consumed, at most two buckets are in memory.
+    The result is a context manager, and an iterator over updates: ``for update in receiver: ...``. During an update,
+    at most two buckets are in memory, unless `keep` is True.
 
     Args:
         address: ``host:port`` for senders with a `SocketSink`, where port 0 chooses a free port; or a name without
             ``:`` for senders with a `SharedMemorySink` on the same host.
         secret: the secret of the senders; required for ``host:port``.
-        timeout: the number of seconds to wait for bytes of a sender that has begun.
-        keep: if True, keep a copy of all weights in host memory, which streams of changes (``since=``) require.
+        timeout: the number of seconds to wait for data of a sender that has connected.
+        keep: If True, keep a copy of all weights in host memory, which is required for streams of changes (``since=``).
 
     Raises:
         OSError: if the address is in use or not on this host.
-        ValueError: if the address is not valid, or there is no secret.
+        ValueError: if the address is not valid, or a required secret is missing.
     """
     return Receiver(address, secret, timeout, keep)

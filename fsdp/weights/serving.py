@@ -1,9 +1,9 @@
-"""Ranges of weights on request: readers receive the ranges that they ask for, from the ranks that hold them.
+"""Ranges of weights on request: readers receive the requested ranges from the ranks that hold them.
 
-[Note: boundaries] The ranks answer requests only inside `WeightServer.update`, which the training calls between steps.
+[Note: boundaries] The ranks answer requests only during `WeightServer.update`, which the training calls between steps.
 There are no threads, so a reader never receives bytes of two steps. Rank 0 looks for requests and announces them to the
-other ranks, and every rank answers the announced requests, for which the reader has a connection to each rank. A
-reader that has ended, or is too slow, is dropped; the training continues.
+other ranks. Every rank answers the announced requests, using its own connection to the reader. A reader that has ended,
+or is too slow, is dropped, and the training continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Slices = Mapping[str, Sequence[slice] | None]
 
 
 class _Nowhere(Sink):
-    """Stands for the readers in the plan, which describes the parts of all ranks."""
+    """Represents the readers in the plan, which describes the parts of all ranks."""
 
     receives = "parts"
 
@@ -85,7 +85,7 @@ class WeightServer:
 
     @during("fsdp.weights.WeightServer.update()")
     def update(self) -> int:
-        """Collective. Answer all readers that wait, with the present weights, which get the next version number.
+        """Collective. Answer all waiting readers with the current weights, which get the next version number.
 
         Call this method between steps, for example after `optimizer.step()`. Without readers, the ranks exchange a
         single short message.
@@ -94,15 +94,15 @@ class WeightServer:
             The version of the weights.
 
         Raises:
-            RuntimeError: in a forward or backward, or inside `summon_full_params`; if the model's parameters have
-                other names, shapes or dtypes than before. A reader that fails raises no error, see `dropped`.
+            RuntimeError: in a forward or backward, or inside `summon_full_params`; if names, shapes or dtypes of the
+                model's parameters have changed. A reader that fails raises no error, see `dropped`.
         """
         units, ranks = ready(self._model, _WHAT)
         self.version += 1
         self.dropped = []
         found = self._try("all readers", self._look) if number_among(ranks) == 0 else None
         waiting, connected = from_everyone(ranks, (found or {}, list(self._links)))[0]
-        for reader in self._links.keys() - set(connected):  # ended: rank 0 alone looks at all connections
+        for reader in self._links.keys() - set(connected):  # readers that have ended, which only rank 0 detects
             self._links.pop(reader).end()
         if waiting:
             with torch.no_grad(), buffers_in_own_precision(units if self._settings.buffers else ()):
@@ -138,7 +138,7 @@ class WeightServer:
         return {reader: request for reader, request in found.items() if request is not None}
 
     def _accept_one(self) -> None:
-        """Accept a reader. Rank 0 sends it the plan, and the addresses of the other ranks."""
+        """Accept a reader, and send it the addresses of all ranks; rank 0 also sends the plan."""
         self._listener.settimeout(self._timeout)
         connection, _ = self._listener.accept()
         link = Link(connection, "a reader", self._timeout)
@@ -154,7 +154,7 @@ class WeightServer:
         self._links[reader] = link
 
     def _link_of(self, reader: str) -> Link:
-        """Return the connection of a reader, which connects to all ranks; other processes may connect before it."""
+        """Return the connection of a reader; wait until the reader connects, and accept other readers meanwhile."""
         until = time.monotonic() + self._timeout
         while reader not in self._links:
             if not _is_readable(self._listener, max(until - time.monotonic(), 0.0)):
@@ -163,7 +163,7 @@ class WeightServer:
         return self._links[reader]
 
     def _answer(self, stream: Stream, reader: str, request: Any) -> None:
-        """Send the requested ranges of this rank. All ranks receive the same request from the reader."""
+        """Send the requested elements that this rank holds. The reader sends the same request to all ranks."""
         rank = stream.plan.rank
         link = self._link_of(reader)
         if rank and link.receive_json(Kind.REQUEST)["number"] != request["number"]:
@@ -204,7 +204,7 @@ def serve_weights(
 ) -> WeightServer:
     """Collective. Serve ranges of weights to readers in other processes, see `fsdp.weights.WeightReader`.
 
-    Readers receive the bytes that they request, each directly from the rank that holds it. They are answered by
+    Readers receive only the requested bytes, directly from the ranks that hold them. Requests are answered by
     `WeightServer.update`, which the training calls between steps on all ranks.
 
     Args:
@@ -217,7 +217,7 @@ def serve_weights(
 
     Raises:
         OSError: if this rank cannot listen at its address. The other ranks raise a RuntimeError.
-        ValueError: if the address is not valid, or there is no secret; as `stream_weights`.
+        ValueError: if the address is not valid, or a required secret is missing; as `stream_weights`.
         RuntimeError, TypeError, NotImplementedError: as `stream_weights`.
     """
     settings = partial(Settings, _ONE_BUCKET, dtype, rename, (), only, bool(buffers))
@@ -247,7 +247,7 @@ class WeightReader(AbstractContextManager["WeightReader"]):
         self._key, self._timeout = key_of(secret, address), timeout
         self._name, self._count, self.received_nbytes = secrets.token_hex(8), 0, 0
         first, told = self._connect(address)
-        self._links: dict[int, Link] = {0: first}  # by rank, to which this reader connects when it first reads
+        self._links: dict[int, Link] = {0: first}  # by rank; the other connections are created at the first read
         self._addresses = told["addresses"]
         self.plan = WeightPlan.from_json(told["plan"])
         self._numbers = {name: number for number, each in enumerate(self.plan.tensors) for name in each.names}
@@ -280,7 +280,7 @@ class WeightReader(AbstractContextManager["WeightReader"]):
         return WeightRequest(self, boxes)
 
     def read_into(self, boxes: Sequence[tuple[int, Box, Tensor]], version: int | None) -> int:
-        """Read boxes of tensors, given by their numbers, into tensors of their sizes; return the version."""
+        """Read boxes of numbered tensors into tensors of the boxes' sizes; return the version."""
         self._count += 1
         content = [[number, box.offsets, box.sizes] for number, box, _ in boxes]
         request = {"number": self._count, "version": version, "boxes": content}
@@ -296,7 +296,7 @@ class WeightReader(AbstractContextManager["WeightReader"]):
         return versions.pop()
 
     def _read_from(self, request: Any, boxes: Sequence[tuple[int, Box, Tensor]], rank: int) -> tuple[int, str, int]:
-        """Read the parts of a rank; return the version, the error of the server, and the number of bytes."""
+        """Read the parts that a rank holds; return the version, the server's error, and the number of bytes."""
         if rank not in self._links:
             self._links[rank] = self._connect(self._addresses[rank])[0]
         link = self._links[rank]
@@ -328,7 +328,7 @@ class WeightReader(AbstractContextManager["WeightReader"]):
 
 
 class WeightRequest:
-    """Slices of tensors that a reader reads, see `WeightReader.select`.
+    """A request for slices of tensors, see `WeightReader.select`.
 
     Attributes:
         tensors: by name, the slices, on the host; `read` writes to them.
@@ -347,7 +347,7 @@ class WeightRequest:
     def read(self, version: int | None = None) -> int:
         """Wait for the next boundary between steps, read all slices, and return the version of the weights.
 
-        All bytes are of the same version. Only the requested bytes are received.
+        All bytes belong to the same version. Only the requested bytes are received.
 
         Args:
             version: the required version; None reads any.
@@ -361,7 +361,7 @@ class WeightRequest:
 
 
 def _is_readable(connection: socket.socket | Link, seconds: float = 0.0) -> bool:
-    """Return whether a connection, or a byte of a message, has arrived, or arrives in so many seconds."""
+    """Return whether a connection or data is available, or arrives within this number of seconds."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(1000 * seconds))

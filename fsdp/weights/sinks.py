@@ -1,4 +1,4 @@
-"""The protocol of sinks, and the sinks that need no other process: functions."""
+"""The protocol of sinks, and a sink that calls a function."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from fsdp.weights.plan import WeightPlan
 
-# The functions that a stream accepts: they are called with the tensors of each bucket, by name.
+# A function that a stream accepts as a sink: called with the tensors of each bucket, by name.
 Consumer = Callable[[dict[str, Tensor]], Any]
 
 
 class Sink:
     """The destination of a stream. Subclasses implement three methods, which are called in this order.
 
-    A method that raises an exception ends the stream on all ranks, with the rank and the message of the exception.
+    If a method raises an exception, the stream ends on all ranks with an error that contains the rank and the message.
 
     Attributes:
-        receives: "buckets" for a sink of complete buckets, which any number of ranks may pass to the stream; other
-            ranks pass None. "parts" for a sink that all ranks pass, each of which receives its own part of each
-            bucket, without communication among the ranks.
+        receives: "buckets" for a sink of complete buckets; any number of ranks may pass such a sink, and the other
+            ranks pass None. "parts" for a sink of this rank's part of each bucket, without communication among the
+            ranks; all ranks must pass such a sink.
         takes_changes: True if the sink supports streams of changes, whose buckets are encoded.
     """
 
@@ -36,9 +36,9 @@ class Sink:
 
         Args:
             number: the number of the bucket; buckets arrive in the order of the plan.
-            tensor: bytes ``[n]`` (uint8) on the device of the model. The memory is used for the next bucket after
-                this method returns, so copy values that are needed later. A sink of parts receives
-                its packed part, see `WeightPlan.runs`.
+            tensor: bytes ``[n]`` (uint8) on the device of the model. The memory is reused for the next bucket after
+                this method returns, so copy values that are needed later. A sink of parts receives this rank's packed
+                part, see `WeightPlan.runs`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method bucket(number, tensor)")
 
@@ -70,7 +70,7 @@ class FunctionSink(Sink):
 
 
 def sink_of(given: Any) -> Sink | None:
-    """Return the sink that a caller means; TypeError for any other object."""
+    """Return the sink for an argument of `stream_weights`; raise TypeError for unsupported objects."""
     if given is None or isinstance(given, Sink):
         return given
     if all(callable(getattr(given, name, None)) for name in ("open", "bucket", "close")):

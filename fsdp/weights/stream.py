@@ -2,8 +2,8 @@
 
 [Note: agreements] Besides the exchange of buckets, the ranks communicate four short messages in each stream: they
 compare their settings, report that their sinks are open, report that all buckets are consumed, and report that their
-sinks are closed. An exception on a rank is therefore raised on all ranks, and no rank waits for it. A rank whose sink
-has failed continues to exchange buckets, because the other ranks do not know of the failure yet.
+sinks are closed. An exception on a rank is therefore raised on all ranks, and no rank waits for a failed rank. If a
+sink fails, its rank continues to exchange buckets, because the other ranks have not been notified yet.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class _Known:
     holdings: list[Holding]
     alike: frozenset[int]
     is_direct: bool  # the parts of all ranks, see `WeightPlan.is_direct`
-    planned_in: str  # the stream, the same on all ranks
+    planned_in: str  # the stream that created the plan, the same on all ranks
 
 
-# The plans of each model, by the digest of everything that they depend on.
+# The cached plans of each model, by a digest of all inputs of the plan.
 _plans: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
-_MOST_PLANS = 8  # of a model
+_MOST_PLANS = 8  # the maximum number for a model
 
 
 @during("fsdp.stream_weights()")
@@ -98,29 +98,29 @@ def stream_weights(
     since: Snapshot | None = None,
     buffers: bool = False,
 ) -> WeightPlan:
-    """Collective. Send the weights of a model to a sink, in bounded buckets, by the names of the plain model.
+    """Collective. Send the weights of a model to a sink, in bounded buckets, using the names of the plain model.
 
     Units are not unsharded. Each rank copies its ranges of a bucket, and the bucket is assembled by one exchange while
     the sink consumes the previous bucket. A rank that receives buckets holds at most two of them; other ranks hold
     their part of a bucket. If the sink receives parts (files, sockets, shared memory), no exchange is needed.
 
-    The first stream of a model creates a plan, which later streams with equal settings use again.
+    The first stream of a model creates a plan, and later streams with equal settings use the same plan.
 
     Args:
-        model: a wrapped model, a model with units inside, or a plain model that is equal on all ranks.
-        sink: a function that is called with the tensors of each bucket, as a dict of tensors by name, whose memory is
-            used again after it returns; or a `fsdp.weights.Sink`. None on ranks that receive no buckets: the
-            buckets are assembled on the ranks with a sink only.
-        bucket_bytes: the maximum number of bytes in a bucket. Tensors that are larger are divided by rows, which a
-            function does not support. The number of exchanges is the number of buckets.
-        dtype: the dtype in which floating-point parameters are sent; None sends them in their own dtype.
+        model: a wrapped model, a model that contains units, or a plain model that is equal on all ranks.
+        sink: a function that receives the tensors of each bucket as a dict by name, or a `fsdp.weights.Sink`. The
+            memory of the tensors is reused after the function has returned. None on ranks that receive no buckets:
+            only ranks with a sink assemble buckets.
+        bucket_bytes: the maximum number of bytes in a bucket. Larger tensors are divided by rows, which is not
+            supported if `sink` is a function. The number of exchanges is the number of buckets.
+        dtype: the dtype in which floating-point parameters are sent; None (default) sends each in its own dtype.
         rename: a function or a mapping from the plain model's names to other names.
         together: groups of names whose tensors are sent in the same bucket, for example
-            ``[("*.q_proj.*", "*.k_proj.*", "*.v_proj.*")]``, in which * is the same text in all names of a group.
-        only: the names of tensors or modules to send, in which * is any text; None sends all.
-        since: the weights that were sent last, on every rank. Only changes are sent, see `fsdp.weights.Snapshot`;
-            the sink must be a `SocketSink` or a `SharedMemorySink`, or another sink that supports changes.
-        buffers: if True, persistent buffers are sent too: the values of the first rank that holds them.
+            ``[("*.q_proj.*", "*.k_proj.*", "*.v_proj.*")]``, where * matches the same text in all names of a group.
+        only: the names of tensors or modules to send, where * matches any text; None (default) sends all.
+        since: on every rank, the snapshot of the last stream, to send only changes; see `fsdp.weights.Snapshot`.
+            The sink must be a `SocketSink`, a `SharedMemorySink`, or another sink that supports changes.
+        buffers: If True, also send persistent buffers, with the values of the first rank that holds them.
 
     Returns:
         The plan of the stream, with the names, dtypes and shapes of all tensors, and the content of each bucket.
@@ -130,9 +130,9 @@ def stream_weights(
             is larger than a bucket; if `rename` returns the same name twice.
         TypeError: for a sink or an argument of another type.
         RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
-            if the ranks have different settings; on every rank, with the reason, if the sink or anything else fails on
-            another rank. The model is unchanged then, and training can continue.
-        NotImplementedError: for parameters on meshes that cross; for `Partial` placements.
+            if the ranks have different settings; on every rank, with the reason, if the sink or another operation
+            fails on another rank. In these cases the model is unchanged, and training can continue.
+        NotImplementedError: for parameters on meshes that overlap only partly; for `Partial` placements.
     """
     units, ranks = ready(model, _WHAT)
     with torch.no_grad(), buffers_in_own_precision(units if buffers else ()):
@@ -187,7 +187,7 @@ class Stream:
         self._key, heard = told_by_all(ranks, _WHAT, look)
         self._require_agreement(heard)
         plans = {planned_in for _, planned_in, *_ in heard}
-        if "" in plans or len(plans) > 1:  # some ranks may have a plan from before others changed
+        if "" in plans or len(plans) > 1:  # a rank has no plan, or a plan from a different stream than another rank
             known[self._key] = self._planned(stream=heard[0][3])
             while len(known) > _MOST_PLANS:
                 del known[next(iter(known))]
@@ -239,7 +239,7 @@ class Stream:
         """Collective. Return the plan of this model, which requires the elements that each rank holds."""
         written = written_here(self._targets, self._ranks, _WHAT)
         numbers = {number for number, name in enumerate(self._targets) if name in written}
-        unplaced = {number: replace(held, offset=0) for number, held in self._held.items()}  # as other ranks see it
+        unplaced = {number: replace(held, offset=0) for number, held in self._held.items()}  # offsets are local
         own_part = {number: held for number, held in self._held.items() if number in numbers}
         is_direct = WeightPlan(self._tensors, self._buckets, ()).is_direct(own_part)
         heard = from_everyone(self._ranks, (unplaced, numbers, is_direct))
@@ -255,7 +255,7 @@ class Stream:
         return _Known(plan, [held for held, *_ in heard], self._alike(), are_direct, stream)
 
     def _alike(self) -> frozenset[int]:
-        """Return the tensors of which replicas have equal values: no buffers, and no norms that each rank trains."""
+        """Return the tensors that are equal on replicas: no buffers, and no parameters that each rank trains alone."""
         many = size_of(self._ranks) > 1
         apart = {
             handle for unit in self._units if many and size_of(unit.everyone) == 1 for handle in handles_of([unit])
@@ -305,7 +305,7 @@ class Stream:
         device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
         shards = Shards(self.plan, vectors, device)
         if "parts" in self._kinds:
-            # All buckets share memory, because new memory is slower.
+            # All buckets use the same memory, because allocating new memory is slower.
             memory = torch.empty(self.plan.largest_part(self.own), dtype=torch.uint8, device=device)
             return partial(self._send_parts, shards, memory)
         consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
@@ -342,7 +342,7 @@ _T = TypeVar("_T")
 
 
 class _Consumption:
-    """The sink of this rank, and its first exception, after which nothing more is attempted."""
+    """The sink of this rank, and the first exception, after which no further function is called."""
 
     def __init__(self, sink: Sink | None) -> None:
         self._sink, self._is_open = Sink() if sink is None else sink, False
@@ -373,7 +373,7 @@ class _Consumption:
             self.attempt("close its sink", lambda: self._sink.close(error))
 
     def agree(self, ranks: Ranks) -> None:
-        """Collective. Raise the exception of this rank, or report another rank's."""
+        """Collective. Raise the exception of this rank, or an error that reports another rank's exception."""
         agree_on_outcome([ranks], self._what, self._error)
 
 
