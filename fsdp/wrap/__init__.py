@@ -1,9 +1,9 @@
-"""`wrap` makes a module a unit, and `auto_wrap` the modules that a policy picks; `fsdp.wrap.shard` does both.
+"""`wrap` makes a module a unit, `auto_wrap` the modules that a policy selects, and `fsdp.wrap.shard` also the root.
 
-This module does not depend on the wrapper: `enable_wrap` receives its class as an argument. `auto_wrap` first decides
-which modules become units (`make_plan`). Then it creates the wrappers, inner wrappers first, and replaces each module
-by its wrapper wherever the module is used. A wrapper removes its module's parameters, so all information about the
-original tree must be collected before. Calling the policy and finding ties do not change the model.
+This module does not depend on the wrapper: `enable_wrap` receives the class as an argument. `auto_wrap` first decides
+which modules become units (`make_plan`). Then `auto_wrap` creates the wrappers, inner wrappers first, and replaces each
+module by its wrapper wherever the module is used. A wrapper removes its module's parameters, so all information about
+the original tree must be collected before. Calling the policy and finding ties do not change the model.
 
 A unit may contain a parameter only if it contains every use of the parameter. Otherwise modules outside would keep a
 tensor that is no longer updated. The tree is actually a graph, in which a module may have multiple parents and a
@@ -46,11 +46,11 @@ __all__ = [
     "module_wrap_policy",
     "wrap",
 ]
-__getattr__, __dir__ = lazily(__name__, {})  # which tells what to use for names of torch's FSDP1
+__getattr__, __dir__ = lazily(__name__, {})  # names of torch's FSDP1 raise errors with the replacement
 _log = logging.getLogger("fsdp.wrap")
 
-# Called with the keywords module, recurse, unwrapped_params, module_is_root. A dict that is not empty says yes, and has
-# keywords for this module's wrapper.
+# Called with the keywords module, recurse, unwrapped_params, module_is_root. A non-empty dict means True, and contains
+# keyword arguments for this module's wrapper.
 AutoWrapPolicy = Callable[..., bool | Mapping[str, Any]]
 
 
@@ -70,9 +70,9 @@ def default_auto_wrap_policy(
     `module_wrap_policy` makes each layer a unit. Set arguments with `functools.partial`.
 
     Args:
-        module: the module in question.
-        recurse: If True, the policy returns whether to visit the children of `module`; if not, neither `module` nor
-            any module in it is wrapped. If False, the policy returns whether to wrap `module`.
+        module: the module to wrap or not.
+        recurse: If True, the policy returns whether to visit the children of `module`; if the result is False, neither
+            `module` nor any module in it is wrapped. If False, the policy returns whether to wrap `module`.
         unwrapped_params: number of parameters (elements) in `module` that belong to no inner unit.
         module_is_root: whether `module` is the argument of `auto_wrap`.
         min_num_params: minimum size of a unit. Small units need less memory at a time, but more and smaller
@@ -83,8 +83,8 @@ def default_auto_wrap_policy(
         exclude_wrap_modules: classes whose children are visited but which are never wrapped, because they are never
             called. Default: `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES` ({nn.ModuleList, nn.ModuleDict}). Modules
             without a forward (for example `nn.ParameterList`) are never wrapped either.
-        skip_params_check_for_root: wrap the root regardless of its number of remaining parameters (unless its class is
-            listed above).
+        skip_params_check_for_root: If True, wrap the root regardless of its number of remaining parameters (unless its
+            class is listed above).
     """
     large_enough = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
     if recurse:
@@ -176,7 +176,7 @@ def lambda_wrap_policy(predicate: Callable[[nn.Module], bool | Mapping[str, Any]
             policy, the function may return keyword arguments for the module's wrapper (see `auto_wrap`).
 
     Raises:
-        ValueError: `predicate` can not be called.
+        ValueError: if `predicate` is not callable.
     """
     if not callable(predicate):
         raise ValueError(f"lambda_wrap_policy takes a function of a module, got {predicate!r}.")
@@ -186,8 +186,8 @@ def lambda_wrap_policy(predicate: Callable[[nn.Module], bool | Mapping[str, Any]
 class _PredicatePolicy:
     def __init__(self, predicate: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
         self._predicate = predicate
-        # Answering recurse=True with no would also rule out the forced leaf itself. It is therefore entered
-        # when it is to be wrapped, and the modules inside it are recorded here to be rejected.
+        # Returning False for recurse=True would also exclude the forced leaf itself. A leaf that is to be wrapped
+        # is therefore visited, and the modules inside the leaf are recorded here, to be rejected.
         self._inside_leaf: WeakSet[nn.Module] = WeakSet()
 
     def __call__(self, module: nn.Module, recurse: bool, unwrapped_params: int, **_: Any) -> bool | Mapping[str, Any]:
@@ -295,9 +295,9 @@ def enable_wrap(auto_wrap_policy: AutoWrapPolicy | None = None, **kwargs: Any) -
     Args:
         auto_wrap_policy: the policy of `auto_wrap` calls without a policy; default: `default_auto_wrap_policy`. `wrap`
             does not use it.
-        **kwargs: `wrapper_cls` (required) is the class, or any callable, that takes a module and returns
-            the wrapped one. `move_module_cuda_half=True` moves each module to the current accelerator and casts it to
-            float16 before wrapping. All other keyword arguments are passed to `wrapper_cls`.
+        **kwargs: `wrapper_cls` (required) is a class or another callable that receives a module and returns the wrapped
+            module. `move_module_cuda_half=True` moves each module to the current accelerator and casts it to float16
+            before wrapping. All other keyword arguments are passed to `wrapper_cls`.
 
     Raises:
         ValueError: if `wrapper_cls` is missing or not callable.
@@ -341,7 +341,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
 
 
 def wrapper_config_of(module: nn.Module) -> Mapping[str, Any]:
-    """Return the keywords for the wrapper of a module that its attribute `wrapper_config` contains."""
+    """Return the keyword arguments for a module's wrapper from the module's attribute `wrapper_config`."""
     own_config = getattr(module, "wrapper_config", {})
     if not isinstance(own_config, Mapping):
         raise ValueError(
@@ -354,12 +354,12 @@ def wrapper_config_of(module: nn.Module) -> Mapping[str, Any]:
 def auto_wrap(
     module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None, *, keep_wrapped: bool = False, **kwargs: Any
 ) -> nn.Module:
-    """Wrap the modules that a policy picks in a module tree; outside `enable_wrap`, return the module unchanged.
+    """Wrap the modules that a policy selects in a module tree; outside `enable_wrap`, return the module unchanged.
 
-    Children are replaced in place, and the module is returned; the module itself is wrapped only if the policy picks
+    Children are replaced in place, and the module is returned; the module itself is wrapped only if the policy selects
     it. A module that is used multiple times is wrapped once, and every use is replaced by the same wrapper. Modules
-    without parameters are not wrapped. Not collective; however, `wrapper_cls` may be collective, so call it on every
-    rank with the same model and policy.
+    without parameters are not wrapped. Not collective; however, `wrapper_cls` may be collective, so call this function
+    on every rank with the same model and policy.
 
     Tied parameters stay tied. A module is not wrapped if a parameter that belongs to no inner unit is also used
     outside (a Parameter of multiple modules, or of a module with multiple parents). The parameter belongs to the
@@ -417,12 +417,12 @@ def _warn_unwrapped(what: str, module: nn.Module, remedy: str) -> None:
 
 
 def wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is_allowed: bool) -> list[nn.Module]:
-    """Return the wrappers in a module, or raise ValueError for the first if none is allowed; the root may be none."""
+    """Return the wrappers in a module; raise ValueError if the root is a wrapper, or if no wrappers are allowed."""
     kind: Any = wrapper_cls
     while isinstance(kind, functools.partial):
         kind = kind.func
     if not isinstance(kind, type):
-        return []  # a plain function: there is no telling what it returns
+        return []  # a plain function, of which the returned class is unknown
     wrapped: type[nn.Module] = kind
     found = [(name, module) for name, module in root.named_modules() if isinstance(module, wrapped)]
     for name, module in found:
@@ -435,8 +435,8 @@ def wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is
     return [module for _, module in found]
 
 
-# Module._modules and _parameters are private by name only (tried on torch 2.11 to 2.15). The public
-# iterators skip repeated uses of a module or parameter, which this function needs.
+# Module._modules and _parameters are private by name only (tested with torch 2.11 to 2.15). The public
+# iterators skip repeated uses of a module or parameter, which this function requires.
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module._parameters.items() if p is not None]
 
@@ -453,10 +453,10 @@ class ModuleGraph:
         self._ignored = ignored | Ignored.of(wrapped, None)
         self.modules: list[nn.Module] = []  # children before parents, each once
         self.places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root: []}  # (parent, name in it)
-        self.holders: Counter[nn.Parameter] = Counter()  # modules that list a parameter themselves
-        self.uses: dict[nn.Module, Counter[nn.Parameter]] = {}  # paths from a module to each parameter in it
+        self.holders: Counter[nn.Parameter] = Counter()  # number of modules that directly contain a parameter
+        self.uses: dict[nn.Module, Counter[nn.Parameter]] = {}  # number of paths from a module to each parameter in it
         self._visit(root, "")
-        self._paths = Counter({root: 1})  # from the root
+        self._paths = Counter({root: 1})  # number of paths from the root to each module
         for module in reversed(self.modules):  # parents before children
             self._paths[module] += sum(self._paths[parent] for parent, _ in self.places[module])
 
@@ -484,7 +484,7 @@ class ModuleGraph:
         self.modules.append(module)
 
     def children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the modules in a module, without those that are ignored."""
+        """Return the direct children of a module by name, without ignored modules."""
         children = module._modules.items()
         return [(name, child) for name, child in children if child is not None and child not in self._ignored.modules]
 
@@ -495,13 +495,13 @@ class ModuleGraph:
 
 @dataclass(frozen=True)
 class WrapPlan:
-    units: dict[nn.Module, Mapping[str, Any]]  # inner ones before those around them, with keywords that the policy gave
-    owner: dict[nn.Parameter, nn.Module]  # the unit that takes each parameter; absent: it stays unwrapped
-    turned_down: dict[nn.Parameter, list[nn.Module]]  # what each tie kept from becoming a unit
+    units: dict[nn.Module, Mapping[str, Any]]  # inner units before outer units, with the policy's keyword arguments
+    owner: dict[nn.Parameter, nn.Module]  # the unit of each parameter, without parameters that stay unwrapped
+    turned_down: dict[nn.Parameter, list[nn.Module]]  # the modules that are not wrapped because of each tie
 
 
 def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) -> WrapPlan:
-    """Ask the policy, from the bottom up, about the modules that it lets us look into; see `auto_wrap`."""
+    """Call the policy for the modules that it does not exclude, from the bottom up; see `auto_wrap`."""
     plan = WrapPlan({}, {}, {})
     policy = _with_own_keywords(policy)
     entered: set[nn.Module] = set()
@@ -541,7 +541,7 @@ def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) 
 
 
 def _with_own_keywords(policy: AutoWrapPolicy) -> AutoWrapPolicy:
-    """Return a policy that takes `unwrapped_params`, which policies of torch's FSDP1 call `nonwrapped_numel`."""
+    """Return a policy with an argument `unwrapped_params`, which policies of torch's FSDP1 call `nonwrapped_numel`."""
     with suppress(TypeError, ValueError):  # of callables without a signature
         if "nonwrapped_numel" in inspect.signature(policy).parameters:
             return lambda module, recurse, unwrapped_params, **_: policy(
@@ -556,13 +556,13 @@ def wrap_units(
     make_unit: Callable[[nn.Module, Mapping[str, Any]], nn.Module],
     module_is_root: bool = True,
 ) -> tuple[nn.Module, int]:
-    """Wrap the modules that a policy picks, inner modules first.
+    """Wrap the modules that a policy selects, inner modules first.
 
     `make_unit` is called with each module and the keyword arguments that the policy returned for it. Returns the root,
     wrapped or not, and the number of elements that now belong to units.
     """
     plan = make_plan(graph, policy, module_is_root)
-    # Each unit compares its own parameters. Between units, frozen ones remain equal without being tied.
+    # Each unit checks its own parameters for shared memory. Across units, frozen parameters remain equal untied.
     named = ((param, name) for name, param in graph.root.named_parameters() if param in graph.holders)
     refuse_aliases({param: name for param, name in named if param.requires_grad})
     _log_ties(graph, plan)
@@ -577,7 +577,7 @@ def wrap_units(
 
 
 def _log_ties(graph: ModuleGraph, plan: WrapPlan) -> None:
-    """Log a line at INFO for every parameter with several holders, or that kept a module from being wrapped."""
+    """Log each parameter that multiple modules hold, or that prevents a module from being wrapped, at level INFO."""
     tied = [p for p, holders in graph.holders.items() if holders > 1 or p in plan.turned_down]
     if not tied or not _log.isEnabledFor(logging.INFO):
         return

@@ -1,4 +1,4 @@
-"""Batch norms as units of their own, in full precision."""
+"""Wrapping of batch norms as separate units in full precision."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def auto_wrap_bn(
             after forward, no buckets. Pass ``force_input_to_fp32=True`` for `nn.SyncBatchNorm` on 16-bit inputs.
         wrap_it: If False, only set the arguments on the batch norms (as ``wrapper_config``), for a later `auto_wrap`
             with `config_auto_wrap_policy`.
-        assert_on_collision: with ``wrap_it=False``, refuse batch norms that have such a note already; otherwise it is
-            replaced.
+        assert_on_collision: with ``wrap_it=False``, raise an error for batch norms that already have a
+            ``wrapper_config``. If False, the attribute is replaced.
 
     Returns:
         The module, or the wrapper around it if it is a batch norm itself.
 
     Raises:
-        ValueError: for a batch norm that has a ``wrapper_config`` already.
+        ValueError: if a batch norm already has a ``wrapper_config`` (see `assert_on_collision`).
     """
     config = fsdp_config
     if config is None:
@@ -57,7 +57,7 @@ def auto_wrap_bn(
         }
     if wrap_it:
         with enable_wrap(module_wrap_policy(BATCH_NORMS), wrapper_cls=FullyShardedDataParallel, **config):
-            return ConfigAutoWrap.recursive_wrap(module, None)[0]  # without a warning where there is none
+            return ConfigAutoWrap.recursive_wrap(module, None)[0]  # no warning for models without batch norms
     norms = [(name, child) for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
     for name, child in norms:
         if assert_on_collision and hasattr(child, "wrapper_config"):

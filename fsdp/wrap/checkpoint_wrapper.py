@@ -1,8 +1,8 @@
-"""`checkpoint_wrapper`: a module that keeps its inputs for backward, and recomputes its activations from them.
+"""`checkpoint_wrapper` makes a module save only its inputs for backward, and recompute its activations.
 
-`torch.utils.checkpoint` does the recomputation, in its non-re-entrant variant. This module applies it to any module.
-The tensors in the arguments of a call, however nested, become the tensors that the checkpoint saves (`_Call`), and a
-second computation has no side effects (`_statistics_kept`).
+The recomputation uses the non-re-entrant variant of `torch.utils.checkpoint`, which this module applies to any module.
+The tensors in the arguments of a call, at any nesting depth, become the tensors that the checkpoint saves (`_Call`),
+and the recomputation has no side effects (`_statistics_kept`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
 
     Args:
         module: the module, which is changed in place. Wrapping it again has no effect.
-        offload_to_cpu: keep the inputs in host memory (pinned, for CUDA) until backward. Inputs of a module inside
-            another checkpointed module are not kept, and are not moved.
+        offload_to_cpu: If True, keep the inputs in host memory (pinned, for CUDA) until backward. Inputs of a module
+            inside another checkpointed module are not saved, and therefore not moved.
 
     Returns:
         The module.
@@ -75,14 +75,14 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
 
 
 class _CheckpointedForward:
-    """The ``forward`` of a module that is wrapped.
+    """The ``forward`` of a wrapped module.
 
-    A weak reference, because a module that refers to itself is freed only by the garbage collector, late.
+    The module is referenced weakly, because a reference cycle would delay its release until garbage collection.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, offload: bool) -> None:
         self._module = weakref.ref(module)
-        self._own = own  # a forward that the module had besides its class's
+        self._own = own  # the instance attribute ``forward`` before wrapping, if there was one
         self.offload = offload
         if offload:
             _keep_from_compilers()
@@ -129,7 +129,7 @@ class _CheckpointedForward:
             return checkpoint(call, *call.take_tensors(), use_reentrant=False)
 
     def _compute_compiled(self, args: Any, kwargs: Any) -> Any:
-        # A compiler supports checkpoints, and plans the recomputation itself, without side effects.
+        # torch.compile supports checkpoints, and plans the recomputation itself, without side effects.
         module, own = self.module, self._own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -143,8 +143,8 @@ class _CheckpointedForward:
 
 @cache
 def _keep_from_compilers() -> None:
-    # Stand-ins are told apart by their ids, which would be a graph for every call. Only when it may be needed, because
-    # it imports for seconds.
+    # Stand-ins are distinguished by their ids, so a compiler would create a graph for every call. Called only when
+    # required, because `disable` imports the compiler, which takes seconds.
     _CheckpointedForward._compute = disable(_CheckpointedForward._compute)  # type: ignore[method-assign]
 
 
@@ -181,8 +181,8 @@ class _Call:
     def __call__(self, *tensors: Tensor) -> Any:
         if self._arguments is not None:
             (args, kwargs), self._arguments = self._arguments, None
-            # In a backward, the first call here is the second for the statistics: an enclosing module is recomputed,
-            # by this module or by another implementation.
+            # During backward, the first call of this object is the second for the statistics: an enclosing module is
+            # recomputed, using this wrapper or another implementation.
             statistics = _statistics_kept(self._module) if in_backward() else nullcontext()
             with _mode(checkpointing=True), statistics:
                 return self._forward(*args, **kwargs)
@@ -234,7 +234,7 @@ def disable_checkpointing() -> AbstractContextManager[None]:
 
 
 class _Kept:
-    """A saved tensor that is on the host already. torch doesn't look after it any more, so we do."""
+    """A saved tensor that is already on the host. torch no longer checks its version, so this class does."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
@@ -249,7 +249,7 @@ class _Kept:
 
 
 class _Offloaded:
-    """A saved tensor, copied to the host. The copies there and back are queued, and don't block."""
+    """A saved tensor that was copied to the host. On CUDA, the copies in both directions are asynchronous."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
@@ -264,7 +264,7 @@ class _Offloaded:
 
 
 def _offloading() -> saved_tensors_hooks:
-    """Move tensors that autograd saves inside to the host: the inputs, since the checkpoint handles all others."""
+    """Move tensors that autograd saves in the context to the host: inputs, because the checkpoint handles others."""
     return saved_tensors_hooks(
         lambda tensor: _Kept(tensor) if tensor.device == HOST else _Offloaded(tensor), lambda packed: packed.get()
     )
@@ -285,7 +285,7 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
         module: the module whose batch norms get hooks.
 
     Returns:
-        The handles of the hooks; remove all to undo it.
+        The handles of the hooks; remove all handles to undo the patch.
     """
     handles: list[RemovableHandle] = []
     for norm in _norms(module):
@@ -303,9 +303,9 @@ def _norms(module: nn.Module) -> list[nn.Module]:
 
 
 def _use_copies(norm: nn.Module) -> dict[str, Tensor | None]:
-    """Exchange the statistics for copies, and return them.
+    """Replace the statistics by copies, and return the original statistics.
 
-    Computing without any, or with a momentum of zero, would save other tensors for backward, or write NaN.
+    Without statistics, or with a momentum of zero, the norm would save different tensors for backward, or write NaN.
     """
     buffers = dict(norm._buffers)
     norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
@@ -313,7 +313,7 @@ def _use_copies(norm: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _set_aside(norm: nn.Module, inputs: Any) -> None:
-    _put_back(norm)  # left by an exception that hooks do not see, or set aside by another patch
+    _put_back(norm)  # after an exception that hooks did not see, or if another patch has used copies
     if norm.training and (in_backward() or is_recomputing()):
         norm.__dict__[_ASIDE] = _use_copies(norm)
 

@@ -22,10 +22,10 @@ def _belongs_to(storage: torch.UntypedStorage, arguments: Any) -> bool:
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is active, counts the bytes of all storages on a type of device from allocation until release.
+    """While active, counts the bytes of all storages on a type of device, from allocation until release.
 
     Existing storages, and memory that an operator allocates and frees internally, are not counted. A storage has the
-    *kind* that was set when it was first seen, until another kind is assigned.
+    *kind* that was set when the storage was first seen, until another kind is assigned.
 
     Args:
         device: the type of device, e.g. "meta".
@@ -33,10 +33,10 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         kind: the kind of subsequent allocations.
-        live: bytes now, by kind.
-        peak: the peak of the bytes of all other kinds together, since `forget_peak`.
-        at_peak: `live` at that time.
-        host_peak: the peak of the bytes of `host_kind` since then.
+        live: the current bytes, by kind.
+        peak: the maximum sum of the bytes of all kinds except `host_kind`, since `forget_peak`.
+        at_peak: `live` at the time of the peak.
+        host_peak: the maximum bytes of `host_kind` since `forget_peak`.
     """
 
     def __init__(self, device: str, host_kind: str | None = None) -> None:
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
                 self._see(storage)
             return found
 
-        # Private by no name, but no operator: the dispatcher does not see storages resized (torch 2.11 to 2.15).
+        # Not an operator, so the dispatcher does not detect that a storage is resized (torch 2.11 to 2.15).
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
         self._patch.start()
         return super().__enter__()

@@ -1,8 +1,8 @@
-"""`plan` tells what training a model will take on so many ranks, before anything is allocated.
+"""`plan` predicts the memory and communication of a training on a number of ranks, before anything is allocated.
 
 The planner shards a copy of the model on the meta device over imagined ranks (`fsdp.distributed.imagined`), and trains
-the copy for some steps: the library itself runs its units, buffers, prefetches and reductions, and computes everything
-except values. `LiveBytes` sees the memory that all of it would take.
+the copy for some steps, using the library's own units, buffers, prefetches and reductions. Everything except values is
+computed. `LiveBytes` counts the memory that would be allocated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OPTIMIZER, ACTIVATIONS = "optimizer state", "activations"
 ON_HOST = "on the host"
 BUILT, FORWARD, BACKWARD, STEP, BETWEEN = "after construction", "forward", "backward", "optimizer step", "between steps"
 
-# Two steps until the order of units is settled, and one that is counted.
+# Two steps to learn the order of units, and one step that is counted.
 _STEPS = 3
 
 _NOT_MODELLED = {
@@ -72,14 +72,15 @@ class PlannedUnit:
     """The figures of a unit on a rank.
 
     Attributes:
-        name: of its module in the model.
-        parameters: elements that it takes.
-        padding: elements that are added, on all ranks together, so that they can be divided.
-        shard_bytes: of this rank's shard, padding included, in the dtype in which it is stored.
-        unsharded_bytes: of the all-gathered parameters, in the dtype in which is computed.
-        gradient_bytes: of the reduced gradient of the shard; 0 if it is frozen.
-        flat_parameters: how many flat parameters it has.
-        all_gathers: of all of its flat parameters, in one step. Small ones share a collective, also of several units.
+        name: the name of the unit's module in the model.
+        parameters: the number of elements of its parameters.
+        padding: the number of elements that are added, on all ranks together, so that shards have equal sizes.
+        shard_bytes: the bytes of this rank's shard, including padding, in the storage dtype.
+        unsharded_bytes: the bytes of the all-gathered parameters, in the compute dtype.
+        gradient_bytes: the bytes of the shard's reduced gradient; 0 if the unit is frozen.
+        flat_parameters: the number of flat parameters.
+        all_gathers: the number of all-gathers of its flat parameters in one step. Small flat parameters, also of
+            multiple units, share a collective.
     """
 
     name: str
@@ -94,13 +95,13 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A part of a step, with the most bytes that are alive in it on one rank.
+    """A phase of a training, with the peak memory of one rank.
 
     Attributes:
         name: "after construction", "forward", "backward", "optimizer step" or "between steps".
-        peak: in bytes, without those on the host if parameters are offloaded.
-        by_kind: what they are for at that time.
-        host_peak: the most bytes that are on the host at any time of the phase, if parameters are offloaded.
+        peak: the peak in bytes, without host memory if parameters are offloaded.
+        by_kind: the bytes at the peak, by purpose.
+        host_peak: the peak of host memory during the phase, if parameters are offloaded.
     """
 
     name: str
@@ -114,17 +115,17 @@ class Plan:
     """The memory and the communication of one rank that trains a model; see `plan`.
 
     Attributes:
-        world_size, replicas: how many ranks there are, and how many of them hold the same shard.
+        world_size, replicas: the number of ranks, and the number of ranks that hold the same shard.
         units: the units, in the order in which they are all-gathered, the outermost first.
         parameter_bytes, gradient_bytes, optimizer_bytes: of this rank's shards, the gradients after a backward, and
             the optimizer's state. Without padding, their sums over the ranks are the bytes of the unsharded model,
             unless gradients are PARTIAL.
-        phases: of training, in order.
-        has_activations: a sample input was given; without, the peaks count the states alone.
-        bytes_sent: of parameters and gradients, by this rank in one step.
-        collectives: how many of each kind the rank takes part in in one step.
-        bandwidth: that was given, in bytes per second in which one rank sends; None if none was.
-        snapshot_bytes: of the host copy of a `fsdp.weights.Snapshot`; 0 without one.
+        phases: the phases of the training, in order.
+        has_activations: True if a sample input was given. Otherwise, the peaks do not include activations.
+        bytes_sent: the bytes of parameters and gradients that this rank sends in one step.
+        collectives: the number of collectives of each kind in one step of the rank.
+        bandwidth: the number of bytes per second that a rank sends, as given to `plan`; None if not given.
+        snapshot_bytes: the bytes of the host copy of a `fsdp.weights.Snapshot`; 0 without a snapshot.
     """
 
     world_size: int
@@ -142,17 +143,17 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The most bytes that are alive at any time, without those on the host if parameters are offloaded."""
+        """The peak of all phases in bytes, without host memory if parameters are offloaded."""
         return max(phase.peak for phase in self.phases)
 
     @property
     def host_peak(self) -> int:
-        """The most bytes of offloaded parameters, gradients and optimizer state that are on the host at any time."""
+        """The peak of host memory in bytes: offloaded parameters, gradients and optimizer state."""
         return max(phase.host_peak for phase in self.phases)
 
     @property
     def seconds_of_communication(self) -> float | None:
-        """The time that sending takes in one step, if nothing else is in its way; None without a bandwidth."""
+        """The time to send all bytes of one step at the full bandwidth; None without a bandwidth."""
         return None if self.bandwidth is None else self.bytes_sent / self.bandwidth
 
     def __str__(self) -> str:
@@ -174,39 +175,39 @@ def plan(
     snapshot: torch.dtype | None = None,
     **options: Any,
 ) -> Plan:
-    """Tell what training a model takes on each rank: bytes by phase, bytes on the wire, collectives.
+    """Predict the memory of each phase, the bytes sent, and the collectives of a training on one rank.
 
-    Nothing is allocated, no process group is needed, and the model stays as it is. A copy of it is sharded on the meta
-    device, and trained for some steps with ranks that are imagined. What is predicted is the memory of tensors. What a
-    kernel allocates inside of itself, Python's own memory and the rounding of allocators come on top. An attention that
-    has a fused kernel on CPU is counted as fused.
+    Nothing is allocated, no process group is required, and the model is not changed. A copy of the model is sharded on
+    the meta device, and trained for some steps with imagined ranks. The plan contains only the memory of tensors,
+    without temporary memory inside kernels, Python's own memory, and rounding by allocators. Attention with a fused CPU
+    kernel is counted as fused.
 
     Args:
-        module: the plain model, with parameters on any device, also the meta device. Activation checkpointing in it
-            counts.
-        world_size: how many ranks there are.
-        auto_wrap_policy: the units inside of the outermost one: a set of classes, or a policy, as for `fsdp.shard`.
-            None: there are none.
-        sample: what the model is called with on one rank: a tensor, a tuple of arguments, or a mapping of keywords.
-            Only shapes and dtypes count. Without it, the units are taken to run in the order in which they are listed,
-            all of them in backward as well, and to have no activations.
-        loss: the loss of what the model returns. Default: the sum of all floating-point tensors in it.
-        optimizer: makes the optimizer from the parameters that are trained: a class of `torch.optim`, or a
-            ``functools.partial`` of one.
-        replicas: how many ranks hold the same shard (hybrid sharding); divides `world_size`.
-        rank: the rank that the figures are of. With `use_orig_params`, ranks differ by a few bytes of optimizer state.
-        backend: with "gloo" ranks communicate by messages, which take other memory than the collectives of backends
-            such as "nccl".
-        bandwidth: bytes per second in which one rank sends.
+        module: the plain model, with parameters on any device, including the meta device. Activation checkpointing in
+            the model is supported.
+        world_size: the number of ranks.
+        auto_wrap_policy: the units inside the root: a set of classes, or a policy, as for `fsdp.shard`. None
+            (default): only the root is a unit.
+        sample: an input of the model on one rank: a tensor, a tuple of arguments, or a mapping of keywords. Only shapes
+            and dtypes are used. Without a sample, the planner assumes no activations, and units that run in the order
+            in which they are listed, all of them also in backward.
+        loss: a function of the model's output that returns the loss. Default: the sum of all floating-point tensors.
+        optimizer: a function that creates the optimizer from the trained parameters: a class of `torch.optim`, or a
+            ``functools.partial`` of a class.
+        replicas: the number of ranks that hold the same shard (hybrid sharding); must divide `world_size`.
+        rank: the planned rank. With `use_orig_params`, ranks differ by a few bytes of optimizer state.
+        backend: the backend of the process group. With "gloo", ranks exchange messages, which use different memory than
+            the collectives of backends such as "nccl".
+        bandwidth: the number of bytes per second that a rank sends.
         snapshot: the dtype in which ``fsdp.stream_weights(..., since=snapshot)`` sends floating-point parameters; the
-            copy of the sent weights on the host is counted. None: no weights are sent.
-        **options: of `FullyShardedDataParallel`, for every unit. With ``offload="cpu"`` the device and the host are
-            counted apart.
+            host copy of the sent weights is counted. None (default): no weights are sent.
+        **options: options of `FullyShardedDataParallel`, for every unit. With ``offload="cpu"``, device memory and host
+            memory are counted separately.
 
     Raises:
         TypeError: for an option that `FullyShardedDataParallel` does not have.
-        ValueError: for an option that is not modelled, a model that is sharded already, numbers of ranks that do
-            not fit, or a bandwidth that is not positive.
+        ValueError: for an option that is not modelled, a model that is already sharded, inconsistent numbers of
+            ranks, or a bandwidth that is not positive.
         RuntimeError: if the model cannot compute on the meta device, for example because it reads values.
     """
     if bandwidth is not None and not 0 < bandwidth < math.inf:
@@ -222,7 +223,7 @@ def plan(
         shard_group.reachable(),
         replica_group.reachable(),
         mock.patch.object(offload, "HostStorage", partial(_ImaginedHostStorage, live)),
-        mock.patch.object(devices, "_IN_ORDER", _HostCopies(live)),  # which is that of the meta device
+        mock.patch.object(devices, "_IN_ORDER", _HostCopies(live)),  # used by the meta device
         warnings.catch_warnings(),
         live,
     ):
@@ -264,7 +265,7 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
 
 
 def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a copy of a module on the meta device, and the options that name parts of it, of the copy."""
+    """Return a copy of a module on the meta device, and the options that name parts of the module, for the copy."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
         if is_packed(param):
@@ -290,7 +291,7 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
 
 
 class _HostCopies(QueuedCopies):
-    """Copies to the imagined host: a source lives until the next copy, as on an accelerator."""
+    """Copies to the imagined host. As on an accelerator, a source is kept until the next copy."""
 
     def __init__(self, live: LiveBytes) -> None:
         super().__init__()
@@ -302,7 +303,7 @@ class _HostCopies(QueuedCopies):
 
 
 class _ImaginedHostStorage(HostStorage):
-    """Memory of a host that is a part of the meta device, too, and is told by its kind."""
+    """Imagined host memory, which is also on the meta device, and is distinguished by its kind."""
 
     def __init__(self, live: LiveBytes, *where: Any) -> None:
         super().__init__(*where)
@@ -365,7 +366,7 @@ def _listed_order(units: Sequence[Unit]) -> Callable[[nn.Module], Any]:
 def _use(unit: Unit, inner: Sequence[Unit], value: Tensor) -> Tensor:
     for place in unit.places():
         param = getattr(place.module, place.name)
-        if param.requires_grad:  # classes of frozen parameters need not be able to sum
+        if param.requires_grad:  # classes of frozen parameters may not support sums
             value = value + param.sum()
     for each in inner:
         value = each.module(value)
@@ -374,28 +375,28 @@ def _use(unit: Unit, inner: Sequence[Unit], value: Tensor) -> Tensor:
 
 @contextmanager
 def _optimizers_on_meta() -> Iterator[None]:
-    """Let all optimizers step on the meta device: with ``fused=True``, which torch refuses there, and by values."""
+    """Allow all optimizers to step on the meta device, including optimizers with ``fused=True`` or that read values."""
     name = "_get_fused_kernels_supported_devices"  # private (torch 2.11 to 2.15)
     supported = getattr(optimizer_module, name)()
     with (
         mock.patch.object(optimizer_module, name, return_value=[*supported, META.type]),
-        mock.patch.object(Tensor, "item", return_value=0.5),  # any number: a norm, or a rate that was stored
+        mock.patch.object(Tensor, "item", return_value=0.5),  # an arbitrary value, of a norm or a stored rate
     ):
         yield
 
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Let attention on the meta device take the memory of a fused kernel, as on devices; torch has none there.
+    """Make attention on the meta device use the memory of a fused kernel, which torch does not have for this device.
 
-    Not by a mode of torch functions: those are off inside of functions that are seen by them themselves.
+    A `TorchFunctionMode` is not sufficient, because such a mode is disabled inside functions that it intercepts.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         yield
     finally:
-        library._destroy()  # private, and the only way to take it back before it is collected (torch 2.11 to 2.15)
+        library._destroy()  # private, but required to remove it before garbage collection (torch 2.11 to 2.15)
 
 
 def _attention(
@@ -412,7 +413,7 @@ def _attention(
     is_alike = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[3] == value.shape[3]
     is_dense = all(each.stride(-1) == 1 for each in (query, key, value))
     can_fuse = is_alike and is_dense and not dropout_p and (attn_mask is None or not attn_mask.requires_grad)
-    # Private, and what the public function comes to (torch 2.11 to 2.15).
+    # Private operators that the public function calls (torch 2.11 to 2.15).
     if can_fuse:
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
@@ -421,7 +422,7 @@ def _attention(
 
 
 def _refuse_autocast(module: nn.Module, inputs: Any) -> None:
-    if torch._C._is_any_autocast_enabled():  # private; the public function asks for one device (torch 2.11 to 2.15)
+    if torch._C._is_any_autocast_enabled():  # private; the public function checks one device (torch 2.11 to 2.15)
         raise ValueError(
             "plan() does not model torch.autocast, which the meta device does not follow: leave it out, and say in "
             "which dtype to compute with mixed_precision=MixedPrecision(param_dtype=...)"
@@ -429,7 +430,7 @@ def _refuse_autocast(module: nn.Module, inputs: Any) -> None:
 
 
 class _Training:
-    """A sharded model on the meta device, that is trained for the sake of its memory and its messages."""
+    """A sharded model on the meta device, which is trained to count memory and messages."""
 
     def __init__(
         self,
@@ -442,7 +443,7 @@ class _Training:
         named = units_in(model._unit)
         self.units = [unit for _, unit in named]
         self._names = {unit: name for name, unit in named}
-        trust_values(self.units)  # there are none, and none are looked at
+        trust_values(self.units)  # disables the check for missing values
         for unit in self.units:
             for handle in unit.handles:
                 self._watch(handle)
@@ -489,7 +490,7 @@ class _Training:
             for group in self._groups:
                 group.sent.clear()
             self._train(call, loss)
-        runtime.forget()  # nobody who looks for models that train is to find this one
+        runtime.forget()  # removes this model from the models that `runtimes` returns
 
     def _train(self, call: Callable[[nn.Module], Any], loss: Callable[[Any], Tensor]) -> None:
         with self._live.allocating(ACTIVATIONS):
@@ -514,7 +515,7 @@ class _Training:
         self._note(BETWEEN)
 
     def _note(self, name: str) -> None:
-        """Keep the peak of a phase, if it is the highest one until now, and begin the next."""
+        """Record the peak of a phase if it is the highest so far, and begin the next phase."""
         live, before = self._live, self._phases.get(name)
         on_host = max(live.host_peak, before.host_peak if before else 0)
         if before is None or live.peak > before.peak:
@@ -529,7 +530,7 @@ class _Training:
         messages = (each for each in self._groups[0].sent if each.kind == "all-gather")
         gathered = [number for each in messages for number in words_of(each.tag) if isinstance(number, int)]
 
-        def first_gather(unit: Unit) -> int:  # in the step; units that are not gathered come last
+        def first_gather(unit: Unit) -> int:  # in the step; units that are not gathered are last
             places = (gathered.index(tag) for tag in map(_tag, unit.handles) if tag in gathered)
             return min(places, default=len(gathered) if unit.handles else 0)
 
@@ -548,7 +549,7 @@ class _Training:
         )
 
     def sent_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the weights that this rank sends to other processes: of replicas, the first one sends."""
+        """Return the bytes of weights that this rank sends to other processes; only the first replica sends shards."""
         handles = [handle for unit in self.units for handle in unit.handles if handle.replicas.rank == 0]
         is_first = not any(group.rank() for group in self._groups)
         whole = [param for param in self._model.parameters() if is_first and not is_ours(param)]

@@ -1,4 +1,4 @@
-"""The command ``fsdp plan``: `fsdp.plan` of a model that a function of the user's makes."""
+"""The command ``fsdp plan``: `fsdp.plan` for a model that a user-defined function creates."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def _data(planned: Plan) -> dict[str, Any]:
 
 
 def _made(factory: str) -> tuple[nn.Module, Any]:
-    """Return the model that ``module:function`` makes on the meta device, and the sample that comes with it or None."""
+    """Return the model that ``module:function`` creates on the meta device, and its sample or None."""
     module, _, function = factory.partition(":")
     if not (module and function):
         raise UsageError(f"say which function of which module makes the model, as in train:make_model; got {factory}")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it, and an installed command has not
+        sys.path.insert(0, "")  # as with `python -m`; an installed command does not add the current folder
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

@@ -1,9 +1,9 @@
 """`plan_wrapping` chooses the units of a model, and which of them are resharded after forward, by a memory budget.
 
-Every candidate is judged by `plan`. The bytes that a step sends depend little on the borders of units: each parameter
-is gathered for forward, again for backward if it was resharded between, and each gradient is reduced. So the units are
-as large as the budget allows, and as many as possible of those that run last in forward stay unsharded until backward.
-Backward begins with these: their parameters are needed for the shortest time.
+Every candidate is evaluated by `plan`. The bytes that a step sends depend little on the division into units: each
+parameter is gathered for forward, again for backward if it was resharded between, and each gradient is reduced. So the
+units are as large as the budget allows. As many as possible of the units that run last in forward stay unsharded until
+backward. Backward begins with these units, so their parameters are kept for the shortest time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from fsdp.wrap.plan import Plan, copy_on_meta, plan
 
-# Of units: the coarsest have at most this part of the model, so that one is gathered while another computes; the finest
-# have at least that part of what the coarsest have; and what has less than that part of a unit goes to the outermost.
+# The coarsest units have at most the first part of the model, so that a unit is gathered while another computes. The
+# finest have at least the second part of the coarsest. Modules with less than the third part of a unit are in the root.
 _COARSEST, _FINEST, _LEAST = 1 / 4, 1 / 16, 1 / 10
-# Finer ones are tried while keeping one unit more would save more than this part of what is sent.
+# Finer units are tried if keeping an additional unit unsharded would save more than this part of the sent bytes.
 _WORTHWHILE = 1 / 30
 # A search that takes longer reports its plans.
 _SILENT_SECONDS = 5.0
@@ -45,7 +45,7 @@ _HOW = {
 
 
 class _NamedPolicy:
-    """An auto-wrap policy that picks modules by their names, with what each is to have as `reshard_after_forward`."""
+    """An auto-wrap policy that selects modules by name, with the `reshard_after_forward` of each module."""
 
     def __init__(self, units: Mapping[str, bool]) -> None:
         self._units = units
@@ -69,19 +69,19 @@ class _NamedPolicy:
 
 @dataclass(frozen=True)
 class PlannedWrapping:
-    """The units that `plan_wrapping` has chosen, and an auto-wrap policy that picks them.
+    """The units that `plan_wrapping` has chosen, and an auto-wrap policy that selects these units.
 
-    As a policy it picks the modules of these names in any model that has them, each with its `reshard_after_forward`: a
-    copy on the meta device may be planned, and the real model wrapped. It raises ValueError for a model that lacks one,
-    and where the budget is not met.
+    The policy selects the modules with these names in any model that contains them, with the `reshard_after_forward` of
+    each. For example, plan a copy on the meta device, and wrap the real model. The policy raises a ValueError if the
+    model lacks one of the modules, or if the budget is not met.
 
     Attributes:
-        units: for the name of each unit, without the outermost one, whether it is resharded after forward; in the order
-            of forward.
-        plan: what training with them takes.
-        memory_budget: that was given, in bytes.
-        remedies: where nothing fits, plans with what helps: "activation checkpointing", "bfloat16", "offload" (of
-            parameters, gradients and optimizer state), and "all of these", if several do.
+        units: by the name of each unit except the root, whether the unit is resharded after forward; in the order of
+            forward.
+        plan: the plan of a training with these units.
+        memory_budget: the given budget, in bytes.
+        remedies: if no candidate fits, plans with measures that lower the peak: "activation checkpointing", "bfloat16",
+            "offload" (of parameters, gradients and optimizer state), and "all of these" if multiple measures do.
     """
 
     units: Mapping[str, bool]
@@ -92,7 +92,7 @@ class PlannedWrapping:
 
     @property
     def missing(self) -> int:
-        """The bytes by which the peak is above the budget; 0 if it fits."""
+        """The number of bytes by which the peak exceeds the budget; 0 if the plan fits."""
         return max(0, self.plan.peak - self.memory_budget)
 
     @property
@@ -110,25 +110,25 @@ class PlannedWrapping:
 
 
 def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **arguments: Any) -> PlannedWrapping:
-    """Choose units, and which to reshard after forward, that meet a memory budget with the fewest bytes on the wire. ::
+    """Choose units, and which of them to reshard after forward, for a memory budget and the fewest bytes sent. ::
 
         wrapping = fsdp.plan_wrapping(model, 64, 40 * 2**30, sample=tokens, mixed_precision=policy)
         model = fsdp.shard(model, wrapping, mixed_precision=policy)
 
-    Nothing is allocated, no process group is needed, and the model stays as it is. Candidates are judged by `plan`:
-    units of the size of blocks, and of modules in them where those are too large, with as many as possible of those
-    that run last unsharded until backward. Where none fits, the result says what is missing, and what would help.
+    Nothing is allocated, no process group is required, and the model is not changed. `plan` evaluates the candidates:
+    units with the size of blocks, or of modules inside blocks if blocks are too large. As many as possible of the units
+    that run last stay unsharded until backward. If no candidate fits, the result contains measures that would help.
 
     Args:
         module: the plain model; see `plan`.
-        world_size: how many ranks there are.
-        memory_budget: the most bytes that `Plan.peak` may be. Leave room for what `plan` does not see, such as the
-            rounding and the gaps of the device's allocator. Without a `sample` activations are not counted.
-        **arguments: all others of `plan`, as `sample`, `loss`, `optimizer`, `replicas` and `backend`, and options of
-            `FullyShardedDataParallel`: those that the model will be wrapped with.
+        world_size: the number of ranks.
+        memory_budget: the maximum of `Plan.peak` in bytes. Subtract memory that `plan` does not count, for example
+            rounding and fragmentation of the device's allocator. Without a `sample`, activations are not counted.
+        **arguments: all other arguments of `plan`, for example `sample`, `loss`, `optimizer`, `replicas` and `backend`,
+            and the options of `FullyShardedDataParallel` that the model will be wrapped with.
 
     Raises:
-        TypeError: for `auto_wrap_policy` and `reshard_after_forward`, which are what is chosen.
+        TypeError: for `auto_wrap_policy` and `reshard_after_forward`, which this function chooses.
         ValueError, RuntimeError: as `plan`.
     """
     for name in ("auto_wrap_policy", "reshard_after_forward"):
@@ -142,7 +142,7 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     for names in granularities:
         try:
             found.append(search.judge(dict.fromkeys(names, True)))
-        except RuntimeError:  # weights of a layer are read by others, who do not call it, as those of an embedding
+        except RuntimeError:  # modules read the weights of a layer without calling it, for example of an embedding
             larger = [name for name in names if any(module.get_submodule(name).children())]
             if larger == names:
                 raise
@@ -150,7 +150,7 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
         if found[-1].fits:
             found[-1] = search.keep_most(found[-1])
             planned = found[-1].plan
-            # How much of what is sent is saved at most by another unit that is kept.
+            # The maximum part of the sent bytes that is saved by keeping another unit unsharded.
             saving = max((unit.unsharded_bytes for unit in planned.units[1:]), default=0) / max(planned.bytes_sent, 1)
             if not any(found[-1].units.values()) or saving < _WORTHWHILE:
                 break
@@ -161,7 +161,7 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
 
 
 class _Search:
-    """The plans of a search. If it takes long, the first rank reports each plan on stderr."""
+    """The plans of a search. If the search takes long, the first rank reports each plan on stderr."""
 
     def __init__(self, module: nn.Module, world_size: int, budget: int, arguments: Mapping[str, Any]) -> None:
         self._module, self._world_size, self._budget, self._arguments = module, world_size, budget, arguments
@@ -182,14 +182,14 @@ class _Search:
         return planned
 
     def judge(self, units: Mapping[str, bool]) -> PlannedWrapping:
-        """Return a candidate with its plan, and with the units that it has: ties keep some modules from being one."""
+        """Return a candidate with its plan and its actual units: because of ties, some modules do not become units."""
         policy = _NamedPolicy(units)
         planned = self._plan(self._module, policy, self._arguments)
         found = {unit.name: units[unit.name] for unit in planned.units if unit.name in units}
         return PlannedWrapping(found, planned, self._budget, {}, policy)
 
     def keep_most(self, resharding: PlannedWrapping) -> PlannedWrapping:
-        """Return the candidate in which most units stay unsharded after forward, those that run last first."""
+        """Return the candidate in which the most units stay unsharded after forward, beginning with the last to run."""
         names = list(resharding.units)
 
         def keeping(count: int) -> PlannedWrapping:
@@ -204,9 +204,9 @@ class _Search:
         while beyond - fitting > 1:
             count = (fitting + beyond) // 2
             if next(guesses):
-                # Each further unit that is resharded lowers the peak by its unsharded parameters, as long as the peak
-                # is where they are. So a guess and the number above it are mostly the last two; if not, halving ends
-                # it.
+                # Each additional resharded unit lowers the peak by its unsharded parameters, as long as these are
+                # allocated at the peak. The search therefore usually ends with this guess and the number above the
+                # guess. Otherwise, bisection ends the search.
                 count, over = beyond, worst.missing
                 while over > 0 and count > fitting + 1:
                     count -= 1
@@ -219,7 +219,7 @@ class _Search:
         return best
 
     def remedies(self, closest: PlannedWrapping, blocks: Iterable[str]) -> dict[str, Plan]:
-        """Return plans with what makes the peak of a candidate lower."""
+        """Return plans with measures that lower the peak of a candidate."""
 
         def planned(remedies: Collection[str]) -> Plan:
             trained, options = self._module, dict(self._arguments)
@@ -247,7 +247,7 @@ class _Search:
 
 
 def _granularities(graph: ModuleGraph) -> list[list[str]]:
-    """Return names of modules that could be units together, large ones first; at least one list, perhaps empty."""
+    """Return lists of names of possible units, large units first; at least one list, which may be empty."""
     names = {inner: name for name, inner in graph.root.named_modules()}
     numel = {inner: sum(param.numel() for param in graph.uses[inner]) for inner in graph.modules}
     sizes = sorted({numel[inner] for inner in graph.modules if inner is not graph.root}, reverse=True)
@@ -261,7 +261,7 @@ def _granularities(graph: ModuleGraph) -> list[list[str]]:
 
 
 def _largest(graph: ModuleGraph, numel: Mapping[nn.Module, int], limit: int) -> Iterable[nn.Module]:
-    """Return the largest modules that have at most so many parameters, or nothing that would divide them."""
+    """Return the largest modules that have at most `limit` parameters, or that cannot be divided."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:

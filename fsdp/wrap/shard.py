@@ -24,8 +24,8 @@ def shard(
 
     The units are replaced in place by their wrappers, inner ones first, and the wrapper of the model is returned.
     Create the optimizer afterwards, from ``model.parameters()``. Tied parameters stay tied, as with `fsdp.auto_wrap`: a
-    module that shares a parameter with a module outside of it does not become a unit. Modules that are wrapped already
-    keep their wrappers, with the options of these.
+    module that shares a parameter with a module outside it does not become a unit. Modules that are already wrapped
+    keep their wrappers and options.
 
     Args:
         module: the plain model, the same on every rank.
