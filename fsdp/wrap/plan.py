@@ -1,8 +1,8 @@
 """`plan` predicts the memory and communication of a training on a number of ranks, before anything is allocated.
 
 The planner shards a copy of the model on the meta device over imagined ranks (`fsdp.distributed.imagined`), and trains
-the copy for some steps, using the library's own units, buffers, prefetches and reductions. Everything except values is
-computed. `LiveBytes` counts the memory that would be allocated.
+the copy for some steps. Units, buffers, prefetches and reductions are the library's own, and everything except values
+is computed. `LiveBytes` counts the memory that would be allocated.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class PlannedUnit:
         unsharded_bytes: the bytes of the all-gathered parameters, in the compute dtype.
         gradient_bytes: the bytes of the shard's reduced gradient; 0 if the unit is frozen.
         flat_parameters: the number of flat parameters.
-        all_gathers: the number of all-gathers of its flat parameters in one step. Small flat parameters, also of
-            multiple units, share a collective.
+        all_gathers: how often its flat parameters are gathered in one step. Small ones share collectives across units.
     """
 
     name: str
