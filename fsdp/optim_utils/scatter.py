@@ -102,7 +102,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
             first rank of every data-parallel group passes the state.
 
     Raises:
-        RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not load it.
+        RuntimeError: inside a forward, backward or `summon_full_params`; if another rank fails to load its state.
         TypeError, ValueError: the errors of `shard_full_optim_state_dict`.
     """
     root = root_of(model, optim)

@@ -169,7 +169,7 @@ class Assembly:
         return self._memory[number % len(self._memory)]
 
     def _start(self, number: int) -> tuple[Pending, dict[int, Tensor]]:
-        """Start the exchange of a bucket; return it, and the memory for the packed parts of other ranks."""
+        """Start the exchange of a bucket; return the exchange, and the memory for packed parts of other ranks."""
         what, tag = f"the exchange of bucket {number} of a stream of weights", ("weights", number)
         if number >= len(self._plan.buckets):
             return Pending(what, (), lambda: torch.empty(0, device="cpu")), {}

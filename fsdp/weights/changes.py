@@ -120,7 +120,7 @@ def apply_changes(encoded: Tensor, part: Tensor, what: str) -> None:
         raise ValueError(f"after its changes, {what} differs from the sender's weights. Send all weights again")
 
 
-# Distances are not negative. Wider dtypes are signed, because torch supports few operations on unsigned ones.
+# Distances are not negative. Wider dtypes are signed, because torch supports few operations on unsigned dtypes.
 _UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -329,8 +329,8 @@ class SocketSink(Sink):
         connect_timeout: the number of seconds to wait until the receiver listens; None (default) uses `timeout`.
 
     Raises:
-        ConnectionError: if the receiver does not listen at the address, ends, or reports an error.
-        PermissionError, TimeoutError: if the receiver has a different secret, or is too slow.
+        ConnectionError: if the receiver does not listen at the address, has another secret, ends, or reports an error.
+        PermissionError, TimeoutError: if the receiver cannot prove that it knows the secret; if it is too slow.
     """
 
     receives = "parts"

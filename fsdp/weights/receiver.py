@@ -156,7 +156,7 @@ class Update:
 
 
 class Receiver(AbstractContextManager["Receiver"]):
-    """Listens for streams of weights, see `receive`. Each iteration waits for the next `Update`.
+    """Listens for streams of weights, see `receive`. Each iteration waits for an `Update`.
 
     Attributes:
         address: the listening address, with the actual port if port 0 was requested.

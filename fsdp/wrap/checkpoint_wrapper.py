@@ -44,8 +44,8 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
     backward. Without gradients, and inside `disable_checkpointing`, there is no checkpointing.
 
     Not collective. However, like any backward of units, the recomputation of a unit, or of a module that contains
-    units, is collective. The recomputation unshards all units inside, and each stays unsharded until its gradients are
-    complete.
+    units, is collective. The recomputation unshards all units in the module, and each stays unsharded until its
+    gradients are complete.
 
     Args:
         module: the module, which is changed in place. Wrapping it again has no effect.

@@ -28,8 +28,8 @@ from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from fsdp.wrap.plan import Plan, copy_on_meta, plan
 
-# The coarsest units have at most the first part of the model, so that a unit is gathered while another computes. The
-# finest have at least the second part of the coarsest. Modules with less than the third part of a unit are in the root.
+# The coarsest units have at most _COARSEST of the model, so that a unit is gathered while another unit computes. The
+# finest have at least _FINEST of the coarsest units. Modules with less than _LEAST of a unit belong to the root.
 _COARSEST, _FINEST, _LEAST = 1 / 4, 1 / 16, 1 / 10
 # Finer units are tried if keeping an additional unit unsharded would save more than this part of the sent bytes.
 _WORTHWHILE = 1 / 30

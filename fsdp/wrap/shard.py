@@ -22,7 +22,7 @@ def shard(
 
         model = fsdp.shard(Model(), units={Block}, use_orig_params=True)
 
-    The units are replaced in place by their wrappers, inner ones first, and the wrapper of the model is returned.
+    The units are replaced in place by their wrappers, inner units first, and the wrapper of the model is returned.
     Create the optimizer afterwards, from ``model.parameters()``. Tied parameters stay tied, as with `fsdp.auto_wrap`: a
     module that shares a parameter with a module outside it does not become a unit. Modules that are already wrapped
     keep their wrappers and options.
