@@ -2,8 +2,7 @@
 
 Each rank computes a number from its elements and their positions in the unsharded tensors. The sum of these numbers
 modulo 2**64 is the same for any division of the elements among ranks. The sum of each tensor is multiplied by a number
-derived from the tensor's name, and the products are added. Values that are not sharded count once if they are equal on
-all ranks.
+derived from the tensor's name, and the products are added. Unsharded values count once if they are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
     Equal values have the same hash on any number of ranks. Use this function to compare two trainings with
     `fsdp.SameBits`, or a training with its loaded checkpoint. The hash depends on every bit, and on names, shapes and
-    dtypes. Buffers and parameters that are not sharded count once if they are equal on all ranks.
+    dtypes. Buffers and unsharded parameters count once if they are equal on all ranks.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.

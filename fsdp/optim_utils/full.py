@@ -19,7 +19,7 @@ from fsdp.optim_utils.state import ELEMENTWISE, flat_state, options_of
 
 # The key of the parameters' names. States of FairScale and of version 0.1.0 do not have this key.
 NAMES = "param_names"
-# The keys that a full state by numbers adds to an optimizer's dictionary: two FairScale keys, and names.
+# Additional keys of a full state by numbers: two FairScale keys, and names.
 ADDED = ("param_id_map", "uncollected_local_ids", NAMES)
 OWN_KEYS = ("state", "param_groups", SHARDS_OF, *ADDED)
 _FROM_FIRST = ". If only the first rank has it, every rank calls load_full_optim_state_dict(..., rank0_only=True)"
@@ -36,7 +36,7 @@ class Given:
     states: dict[Place, dict[str, Any]]  # the state of each original parameter, in new dictionaries
     groups: list[tuple[dict[str, Any], list[Place]]]  # the options and the parameters of each group
     beside: dict[str, Any]  # the dictionary's other entries
-    remedy: str = ""  # for the error about a tensor that does not have its parameter's shape
+    remedy: str = ""  # for the error about a tensor without its parameter's shape
     order: Sequence[Place] | None = None  # the order of parameters in the saved model; None if it is unknown
 
 
@@ -162,7 +162,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     """Return a full optimizer state with names instead of numbers as keys, or vice versa.
 
     For a wrapped model, the numbers are FairScale's, and the result contains ``param_id_map``,
-    ``uncollected_local_ids`` and ``param_names``. For a plain module, the numbers are those of torch's optimizers. To
+    ``uncollected_local_ids`` and ``param_names``. For a plain module, torch's optimizers define the numbers. To
     convert a state between the two, use names. ``param_names`` in the state take precedence over the model's numbers.
 
     Args:
@@ -174,7 +174,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
 
     Raises:
         TypeError: if `full` is not such a dictionary.
-        ValueError: for any other value of `to`; if the state has parameters that the model does not have.
+        ValueError: for any other value of `to`; if the model lacks parameters of the state.
     """
     if to not in ("names", "numbers"):
         raise ValueError(f"to must be 'names' or 'numbers', got {to!r}")

@@ -160,7 +160,7 @@ class OptimStream:
             pending.wait()
             if not self.is_wanted:
                 if not is_host(one.device):
-                    comm.settle()  # release copies that were made for sending
+                    comm.settle()  # release the copies for sending
                 return original, key, made
             local = one.local_value(original, made, kind.shape)
             tensor = local if original.part is None else full_tensor(original.part.dtensor(local))
@@ -181,7 +181,7 @@ def stream_optim_state(
     Args:
         model: the outermost wrapper.
         optim: an optimizer of its parameters, or an object with the same ``state_dict()``.
-        recipient_rank: the number of the rank that receives the tensors; None for all ranks.
+        recipient_rank: the number of the receiving rank; None for all ranks.
 
     Yields:
         The parameter's name, the key of the state (``exp_avg``), and the tensor in the parameter's shape: on the host,
@@ -217,7 +217,7 @@ def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | No
     Args:
         model: the outermost wrapper.
         optim: an optimizer of its parameters, or an object with the same ``state_dict()``.
-        recipient_rank: the number of the rank that receives the state; None for all ranks.
+        recipient_rank: the number of the receiving rank; None for all ranks.
 
     Returns:
         The dictionary; None on other ranks.

@@ -124,7 +124,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                     param.owner.shard_storage.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
                 param.owner.bring_gradient()
             if param.grad is not None:
-                if param.grad.is_sparse:  # of a parameter that is not sharded
+                if param.grad.is_sparse:  # of an unsharded parameter
                     param.grad = param.grad.coalesce()
                 grad = param.grad._values() if param.grad.is_sparse else param.grad
                 grads.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)

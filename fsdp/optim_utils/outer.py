@@ -205,7 +205,7 @@ class OuterOptimizer:
         try:
             yield
         finally:
-            for param in stored:  # new dictionaries: a state_dict() that was created inside refers to the old ones
+            for param in stored:  # new dictionaries: a state_dict() from inside the context refers to the old ones
                 rest = {key: value for key, value in optimizer.state[param].items() if key not in _KEYS}
                 optimizer.state[param] = rest
                 if not rest:

@@ -5,9 +5,9 @@ The owner steps the unsharded parameter with an unchanged optimizer and sends th
 the shards. The ranges follow from the layouts, so the ranks send only elements, and a byte for each range. This byte
 records whether there is a gradient, and whether values have changed since the last step.
 
-The shards are authoritative. The owner keeps a copy of the values that it steps. Values that were changed by other
-operations than the last step (a load, `summon_full_params`, another optimizer) are sent to the owner again. If the
-owner holds all elements of a parameter, it steps the shard's memory directly.
+The shards are authoritative. The owner keeps a copy of the values that it steps. Values changed by operations other
+than the last step (a load, `summon_full_params`, another optimizer) are sent to the owner again. If the owner holds all
+elements of a parameter, it steps the shard's memory directly.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         optimizers: the optimizers of the groups on this rank, which step the keys of `state`.
 
     Raises:
-        TypeError: for a model that is not sharded, and for functions that do not return an optimizer.
+        TypeError: for an unsharded model, and for functions that do not return an optimizer.
         ValueError: for parameters in two groups, in none, or of another model; if a group divides a flat parameter.
         NotImplementedError: for tensor-parallel parameters and shards on disk in a group with an optimizer, and for
             optimizers that require a closure.
@@ -162,7 +162,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective. Step all parameters that have a gradient on any rank.
+        """Collective. Step all parameters with a gradient on any rank.
 
         Args:
             closure: a function that computes gradients and returns the loss; called once, before the step.
@@ -178,7 +178,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return loss
 
     def train(self, mode: bool = True) -> None:
-        """Collective. Call ``train()``, or ``eval()`` if `mode` is False, of the optimizers that have these methods.
+        """Collective. Call ``train()``, or ``eval()`` if `mode` is False, of optimizers with these methods.
 
         Schedule-free optimizers change parameters in these methods.
         """
@@ -186,7 +186,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._call(lambda optimizer: getattr(optimizer, name, lambda: None)(), with_gradients=False)
 
     def eval(self) -> None:
-        """Collective. Call ``eval()`` of the groups' optimizers that have this method."""
+        """Collective. Call ``eval()`` of the groups' optimizers with this method."""
         self.train(False)
 
     @torch.no_grad()
@@ -284,7 +284,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: if `torch.distributed.checkpoint.state_dict` calls it.
-            ValueError: for different groups, and for the state of parameters that other ranks own.
+            ValueError: for different groups, and for state of other ranks' parameters.
             RuntimeError: for another rank's state.
         """
         _refuse_torchs_functions()

@@ -36,7 +36,7 @@ class OwnedItem(NamedTuple):
     name: str
     shape: torch.Size
     cost: float
-    held: tuple[int, ...]  # elements on each of the ranks that share it
+    held: tuple[int, ...]  # elements on each rank that shares the parameter
     itemsize: int
 
 

@@ -145,7 +145,7 @@ class OwnState:
     dictionary: Mapping[str, Any]  # the optimizer's state_dict(), which must not be changed
     groups: list[list[OptimParam]]  # the parameters of each group
     ids: dict[OptimParam, Any]  # the optimizer's number of each parameter
-    states: dict[OptimParam, Mapping[str, Any]]  # the state of each parameter that has state
+    states: dict[OptimParam, Mapping[str, Any]]  # the state of each parameter with state
 
 
 def own_state(params: Parameters, optim: Any) -> OwnState:

@@ -48,7 +48,7 @@ from fsdp.optim_utils.state import (
 )
 
 _LOAD = "load its optimizer state"
-Plans = dict[OptimParam, Kinds]  # the kinds of state that each parameter of the optimizer will have
+Plans = dict[OptimParam, Kinds]  # the planned kinds of state of each parameter of the optimizer
 
 
 def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def _deal(
         if one.replicas.world_size > 1 and flat.numel():
             one.replicas.broadcast(flat.view(torch.uint8)).wait()
         if outgoing and not is_host(one.device):
-            comm.settle()  # release device copies that were created for sending
+            comm.settle()  # release the device copies for sending
         if arriving is not made:
             made.copy_(arriving)
 

@@ -397,7 +397,7 @@ ELEMENTWISE = (
 
 
 def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
-    """Return the error message for a tensor that has none of the supported kinds."""
+    """Return the error message for a tensor of an unsupported kind."""
     return (
         f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: only tensors of the "
         f"parameter's shape and numbers can be sharded or combined. {remedy}"

@@ -107,7 +107,7 @@ class SafetensorsSink(Sink):
             shutil.rmtree(self._place, ignore_errors=True)
 
     def _replace(self) -> None:
-        """Move the new files to the folder, and remove the files of the previous weights that have other names."""
+        """Move the new files to the folder, and remove the files of the previous weights with other names."""
         names = [file.name for file in self._files]
         if len(names) > 1 and any(os.path.exists(os.path.join(self._folder, name)) for name in names[:-1]):
             # If the process is killed below, the folder has no index, instead of an index of old and new files.

@@ -40,8 +40,8 @@ _PEER = struct.Struct("3i")  # the process, user and group at the other end of a
 _NONCE_BYTES = 16
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _LEAD = 16  # the maximum number of parts in flight on a socket
-_SHORT = 1 << 12  # the maximum bytes of content that is sent together with the header
-_MAX_TEXT = 1 << 28  # the maximum bytes of a message that is not a part of a bucket
+_SHORT = 1 << 12  # the maximum bytes of content sent together with the header
+_MAX_TEXT = 1 << 28  # the maximum bytes of all messages except parts of buckets
 
 
 class Kind(IntEnum):
@@ -214,7 +214,7 @@ class Link:
             self._sent -= 1
 
     def receive_part(self, into: Tensor) -> Tensor:
-        """Return a part of a bucket: the beginning of `into`, or shared memory that is used until `taken` is called."""
+        """Return a part of a bucket: the beginning of `into`, or shared memory, valid until `taken` is called."""
         if self._memory is None:
             return self.receive(Kind.PART, most=len(into), into=into)
         nbytes = self.receive_json(Kind.PART)
@@ -317,7 +317,7 @@ def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 class SocketSink(Sink):
-    """Sends weights to a process that listens at a TCP address, see `receive`. Every rank creates this sink.
+    """Sends weights to a process listening at a TCP address, see `receive`. Every rank creates this sink.
 
     Each rank has a separate connection, and sends its own parts with checksums. Connections are not encrypted: use
     a trusted network.
@@ -408,7 +408,7 @@ class SharedMemorySink(SocketSink):
 
 
 def listening(address: str) -> tuple[socket.socket, str]:
-    """Return a socket that listens at an address, and the address with the actual port."""
+    """Return a listening socket for an address, and the address with the actual port."""
     if is_shared_memory(address):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         place: Any = local_address(address)

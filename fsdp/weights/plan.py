@@ -41,7 +41,7 @@ class PlannedTensor:
         names: the names in the stream; multiple names if parameters are tied.
         dtype: the dtype in the stream.
         shape: the unsharded shape.
-        form: class, inner tensors and metadata of a parameter that is sent as bytes; empty for other tensors.
+        form: class, inner tensors and metadata of a parameter sent as bytes; empty for other tensors.
     """
 
     names: tuple[str, ...]
@@ -102,8 +102,8 @@ class WeightPlan:
 
     Attributes:
         tensors: all tensors, in the order of the model.
-        buckets: for each bucket, the pieces that it contains.
-        parts: for each rank, the elements that the rank sends. No element is sent by two ranks.
+        buckets: the pieces in each bucket.
+        parts: the elements that each rank sends. No element is sent by two ranks.
         rank: this rank's index in `parts`.
         stream: an identifier of the stream, equal on all ranks and different for each stream.
         base: the identifier of the earlier stream to which a stream of changes applies; empty for complete weights.
@@ -208,7 +208,7 @@ class WeightPlan:
             self.packed_view(run, packed).copy_(self.run_view(run, bucket))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as a value that JSON can represent."""
+        """Return the plan as a JSON value."""
         parts = [
             [[number, held.box.offsets, held.box.sizes, held.start, held.stop] for number, held in part.items()]
             for part in self.parts
@@ -313,7 +313,7 @@ def in_buckets(
 
 
 class _Item(NamedTuple):
-    """Tensors that are in the same bucket, or rows of a tensor."""
+    """Tensors in the same bucket, or rows of a tensor."""
 
     nbytes: int
     rows: list[tuple[int, int, int]]  # the number of a tensor, the first row, and the number of rows

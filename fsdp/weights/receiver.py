@@ -176,7 +176,7 @@ class Receiver(AbstractContextManager["Receiver"]):
     def next(self, timeout: float | None = None) -> Update:
         """Wait until all ranks of a sender have connected, and return the weights that they send.
 
-        An earlier update that was not completely received is stopped.
+        An earlier, incomplete update is stopped.
 
         Args:
             timeout: the number of seconds to wait for a connection; None waits forever.
@@ -249,7 +249,7 @@ class Receiver(AbstractContextManager["Receiver"]):
                 del self._waiting[stream]
 
     def close(self) -> None:
-        """Stop listening, and stop an update that was not completely received."""
+        """Stop listening, and stop an incomplete update."""
         self._stop_last()
         self._drop(but="")
         self._listener.close()
@@ -268,7 +268,7 @@ def receive(address: str, *, secret: str | bytes | None = None, timeout: float =
         address: ``host:port`` for senders with a `SocketSink`, where port 0 chooses a free port; or a name without
             ``:`` for senders with a `SharedMemorySink` on the same host.
         secret: the secret of the senders; required for ``host:port``.
-        timeout: the number of seconds to wait for data of a sender that has connected.
+        timeout: the number of seconds to wait for data of a connected sender.
         keep: If True, keep a copy of all weights in host memory, which is required for streams of changes (``since=``).
 
     Raises:

@@ -50,7 +50,7 @@ class WeightServer:
     Attributes:
         address: the address that a `WeightReader` requires, on every rank.
         version: the number of calls of `update`.
-        dropped: the readers that were dropped in the last `update`, with the reasons.
+        dropped: the readers dropped in the last `update`, with the reasons.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class WeightReader(AbstractContextManager["WeightReader"]):
 
     Attributes:
         plan: the names, dtypes and shapes of all tensors.
-        received_nbytes: the number of bytes of weights that were received.
+        received_nbytes: the number of received bytes of weights.
 
     Raises:
         ConnectionError: if the server does not listen, ends, or has another secret.

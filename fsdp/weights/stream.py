@@ -107,7 +107,7 @@ def stream_weights(
     The first stream of a model creates a plan, and later streams with equal settings use the same plan.
 
     Args:
-        model: a wrapped model, a model that contains units, or a plain model that is equal on all ranks.
+        model: a wrapped model, a model that contains units, or a plain model with equal values on all ranks.
         sink: a function that receives the tensors of each bucket as a dict by name, or a `fsdp.weights.Sink`. The
             memory of the tensors is reused after the function has returned. None on ranks that receive no buckets:
             only ranks with a sink assemble buckets.
@@ -126,8 +126,8 @@ def stream_weights(
         The plan of the stream, with the names, dtypes and shapes of all tensors, and the content of each bucket.
 
     Raises:
-        ValueError: for names in `together` or `only` that the model does not have; if a row, or a group of `together`,
-            is larger than a bucket; if `rename` returns the same name twice.
+        ValueError: for unknown names in `together` or `only`; if a row, or a group of `together`, is larger than a
+            bucket; if `rename` returns the same name twice.
         TypeError: for a sink or an argument of another type.
         RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
             if the ranks have different settings; on every rank, with the reason, if the sink or another operation

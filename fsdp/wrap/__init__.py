@@ -110,7 +110,7 @@ def _exclude_wrap_classes() -> tuple[type[nn.Module], ...]:
 
 
 def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-    """Wrap all modules that have a `wrapper_config` attribute.
+    """Wrap all modules with a `wrapper_config` attribute.
 
     The attribute is a dict of keyword arguments for the module's wrapper (see `wrap`); an empty dict uses the
     context's settings. Sizes and `module_is_root` have no effect.

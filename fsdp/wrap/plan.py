@@ -204,9 +204,9 @@ def plan(
             memory are counted separately.
 
     Raises:
-        TypeError: for an option that `FullyShardedDataParallel` does not have.
-        ValueError: for an option that is not modelled, a model that is already sharded, inconsistent numbers of
-            ranks, or a bandwidth that is not positive.
+        TypeError: for an unknown option of `FullyShardedDataParallel`.
+        ValueError: for an option without support in the planner, a model that is already sharded, inconsistent
+            numbers of ranks, or a bandwidth that is not positive.
         RuntimeError: if the model cannot compute on the meta device, for example because it reads values.
     """
     if bandwidth is not None and not 0 < bandwidth < math.inf:
