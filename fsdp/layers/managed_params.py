@@ -1,4 +1,4 @@
-"""The parameters that a unit takes: found, grouped, and taken out of the modules that they belonged to."""
+"""Functions that collect, check and group the parameters of a unit before they are sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp.engine.unit import Unit, units_in
 
 Found = dict[nn.Parameter, Places]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
-# `FlatParameter.shard_of` of some parameters, with ranks and storage settled; keywords say what is different.
+# `FlatParameter.shard_of` with the unit's ranks and storage; keyword arguments override them.
 MakeFlatParam = Callable[..., FlatParameter]
 
 
@@ -40,7 +40,7 @@ class Sharder(Protocol):
         """
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
-        """Shard the parameters, and take them out of their modules."""
+        """Shard the parameters, and remove them from their modules."""
 
 
 def collect(
@@ -52,17 +52,17 @@ def collect(
     for_unit: bool = False,
     takes_all: bool = False,
 ) -> Found:
-    """Return the parameters below `module` that belong to no inner unit, each with every place where it is used.
+    """Return the parameters below `module` that belong to no inner unit, with all places where each is used.
 
     Places of inner units (`claimed`) are excluded. Parameters of another unit that can be shared are added to `tied`,
-    if given. `for_unit`, parameters without values are included, and those that are sharded as bytes; with `takes_all`,
-    frozen integers and tensor subclasses with torch's all-gather extension.
+    if given. With `for_unit`, parameters without values and parameters that are sharded as bytes are accepted; with
+    `takes_all`, also frozen integers and tensor subclasses with torch's all-gather extension.
 
     Raises:
         TypeError: if a parameter is an integer tensor or has another type that cannot be flattened.
-        ValueError: if a parameter belongs to a unit that does not contain this place, or is tied to another parameter
-            by its memory only, because a tie would be lost; if a parameter has hooks, or is a DTensor without a part
-            on this rank.
+        ValueError: if a parameter belongs to a unit that does not contain this place, or only shares memory with
+            another parameter, because the tie would be lost; if a parameter has hooks, or is a DTensor without a local
+            part on this rank.
     """
     found: Found = {}
     for prefix, submodule in module.named_modules():
@@ -90,7 +90,7 @@ def collect(
                     f"{fqn} is a parameter of a module of torch.jit, which keeps its own parameters: shard the plain "
                     "module, or pass this one in ignored_modules (its parameters in ignored_params of fully_shard)"
                 )
-            if not (for_unit and is_packed(param, in_rows=takes_all)):  # their `Packing` checks those
+            if not (for_unit and is_packed(param, in_rows=takes_all)):  # `Packing` checks packed parameters
                 _check(fqn, param, for_unit, takes_all)
             kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
     refuse_aliases({param: places[0].fqn for param, places in (found | (tied or {})).items()})
@@ -98,12 +98,12 @@ def collect(
 
 
 def is_packed(param: Tensor, in_rows: bool = False) -> bool:
-    """Return whether a parameter is sharded as bytes: frozen, and no dense tensor of an ordinary floating dtype.
+    """Return whether a parameter is sharded as bytes: frozen, and not a dense tensor of a usual floating dtype.
 
     Args:
         param: a parameter.
-        in_rows: `fully_shard` divides the rows of plain tensors of any dtype, and of classes with torch's all-gather
-            extension.
+        in_rows: If True, exclude tensors that `fully_shard` divides by rows: plain tensors of any dtype, and classes
+            with torch's all-gather extension.
     """
     if in_rows and (type(param) is nn.Parameter or (holds_extended(param, if_trained=False) and is_of_values(param))):
         return False
@@ -125,14 +125,14 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
 
 
 def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
-    """Raise ValueError if two parameters, given with their names, have the same memory."""
+    """Raise ValueError if two of these parameters use the same memory."""
     seen: dict[int, str] = {}
     for param, name in named.items():
         if type(param) is not nn.Parameter and is_packed(param):
-            continue  # its class has the memory, and bytes are copied from there
+            continue  # inner tensors hold the memory, and bytes are copied from them
         local = _memory_of(param)
         has_memory = local.numel() and not local.is_meta and local.layout is torch.strided
-        address = local.data_ptr() if has_memory else 0  # 0 also for classes with inner tensors
+        address = local.data_ptr() if has_memory else 0  # also 0 for classes with inner tensors
         other = seen.setdefault(address, name) if address else name
         if other != name:
             raise _lost_tie(name, other)
@@ -152,13 +152,13 @@ def _lost_tie(name: str, other: str) -> ValueError:
     )
 
 
-# By unit, the storage and the offset that each of its trained parameters had before sharding, with its name. A weak
-# reference keeps the identity of a storage, but not its memory.
+# For each unit, the storage and offset of each trained parameter before sharding, with the parameter's name. A weak
+# reference keeps the identity of a storage without its memory.
 _memory: WeakKeyDictionary[Unit, dict[tuple[int, int], tuple[str, StorageWeakRef]]] = WeakKeyDictionary()
 
 
 def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
-    """Raise ValueError if trained parameters of a new unit, and of units inside of it, had the same memory."""
+    """Raise ValueError if trained parameters of a new unit and of its inner units used the same memory."""
     own = _memory[unit] = {}
     for param, places in found.items():
         local = _memory_of(param)
@@ -177,7 +177,7 @@ def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
 
 
 def forget_memory(units: Iterable[Unit]) -> None:
-    """Forget where parameters of units lay: no unit will be made around them."""
+    """Discard the original addresses of the units' parameters, because no unit will be created around these units."""
     for unit in units:
         _memory.pop(unit, None)
 
@@ -257,7 +257,7 @@ def group(
         own = key_of(param, places, key)
         part = MeshPart.of(param)
         spread = None if part is None else part.kind
-        # A parameter without values has no device: it is grouped as on a rank that has its values.
+        # A meta parameter is grouped as on a rank that has its values.
         device = usual if param.is_meta else param.device
         alike = (param.dtype, param.grad_dtype, device, param.requires_grad, spread, kind(places), own)
         keys[alike] = own
@@ -266,7 +266,7 @@ def group(
 
 
 def device_of(params: Iterable[nn.Parameter]) -> torch.device | None:
-    """Return the device of the first of the parameters that has values; None if none has."""
+    """Return the device of the first parameter with values; None if there is none."""
     return next((param.device for param in params if not param.is_meta), None)
 
 
@@ -284,7 +284,7 @@ def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashabl
 
 
 def text_of_key(key: Hashable) -> str:
-    """Return a key as ranks can compare it: texts of other objects than plain values may differ for equal keys."""
+    """Return a text of a key that ranks can compare. Objects are named by class: equal keys may print differently."""
     if isinstance(key, tuple):
         return f"({', '.join(map(text_of_key, key))})"
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
@@ -296,8 +296,8 @@ def names_of(params: Sequence[nn.Parameter], places: Found) -> list[str]:
 
 
 def reader_message(name: str) -> str:
-    """Return the message for what reads the names that `DistributedDataParallel` is to ignore."""
-    # `torch.jit` reads all attributes of a module before it looks at parameters.
+    """Return the error message for a caller that reads the names to be ignored by `DistributedDataParallel`."""
+    # `torch.jit` reads all attributes of a module before the parameters.
     if is_called_from("torch.jit._trace") or is_called_from("torch.jit._script"):
         return (
             f"torch.jit has been given {name}, which is sharded: what it makes would contain the shards of this rank. "

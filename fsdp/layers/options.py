@@ -1,4 +1,4 @@
-"""The options of one unit, checked and resolved once, and the policies of `fully_shard`, which are two of them."""
+"""The options of a unit, which are checked and resolved once, and the policy classes of `fully_shard`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp.engine.unit import Unit
 if TYPE_CHECKING:
     from fsdp.engine.storage import ShardStorage
 
-# Flags that a `MixedPrecision` says in one object, with the values that say nothing.
+# Flags that a `MixedPrecision` object replaces, with the values that count as not given.
 _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
     "fp32_reduce_scatter": (False, None),
     "compute_dtype": (None,),
@@ -28,7 +28,7 @@ _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
     "force_input_to_fp32": (False, None),
 }
 
-# Options that change what ranks communicate; others that do are compared under other names.
+# Options that change communication, so ranks compare them. Further such options are compared under other names.
 _COMPARED = (
     "flatten_parameters",
     "use_orig_params",
@@ -42,52 +42,52 @@ _compared_in = operator.attrgetter(*_COMPARED)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `FullyShardedDataParallel` that are options of one unit, and what they come to.
+    """The arguments of `FullyShardedDataParallel` that are options of a single unit, with resolved defaults.
 
     Args:
-        disable_reshard_on_root: the outermost wrapper keeps its own parameters between forward and backward, which
-            need them at once.
-        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
-        bucket_cap_mb: gradients of small units (below 1 MiB) are collected up to this many MiB and reduced by one
-            collective; 0 or less reduces each by itself, and gathers each unit by itself. Otherwise units that run one
-            after the other are gathered by one collective, if they have up to 1 MiB together.
-        mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of
-            saying it: compute in `compute_dtype`, with float32 shards, buffers in `buffer_dtype`, and floating-point
-            inputs of the outermost such wrapper cast. False computes in the parameters' own dtype, which may be any.
-        fp32_reduce_scatter: with ``mixed_precision=True``, sum gradients over the ranks in float32.
-        move_params_to_cpu: shards live in host memory, and the optimizer steps there.
-        compute_dtype: with ``mixed_precision=True``, the dtype to compute in; None means float16. Without, the dtype
-            that parameters must have.
-        buffer_dtype: dtype of floating-point buffers; None means `compute_dtype` if that or ``mixed_precision=True`` is
-            given, and otherwise leaves them as they are. State dicts hold them in their own.
-        move_grads_to_cpu: reduced gradients live in host memory; None means as `move_params_to_cpu`.
-        compute_device: None means where the parameters are, or, if those are offloaded and on the host, or on the meta
-            device and the group serves CUDA, the current CUDA device if there is one.
-        state_dict_device: where the tensors of `state_dict` are put, unit by unit; None means `compute_device`.
+        disable_reshard_on_root: If True (the default), the outermost wrapper keeps its own parameters between forward
+            and backward, because backward needs them first.
+        flatten_parameters: If False, every parameter becomes a separate flat parameter under its own name.
+        bucket_cap_mb: maximum size in MiB of a bucket, in which gradients of units below 1 MiB are reduced by a single
+            collective. Consecutive units of up to 1 MiB in total are also all-gathered by a single collective. With 0
+            or less, each unit is gathered and reduced separately.
+        mixed_precision: a `MixedPrecision` defines the dtypes of computation and communication. True has FairScale's
+            meaning: computation in `compute_dtype`, float32 shards, buffers in `buffer_dtype`, and cast floating-point
+            inputs of the outermost such wrapper. False computes in the dtype of the parameters, whichever it is.
+        fp32_reduce_scatter: with ``mixed_precision=True``, sum gradients across ranks in float32.
+        move_params_to_cpu: keep shards in host memory, where the optimizer updates them.
+        compute_dtype: with ``mixed_precision=True``, the dtype of computation; None means float16. Without
+            ``mixed_precision``, the required dtype of the parameters.
+        buffer_dtype: dtype of floating-point buffers. With None, buffers use `compute_dtype` if it or
+            ``mixed_precision=True`` is given, and are unchanged otherwise. State dicts contain their original dtype.
+        move_grads_to_cpu: keep reduced gradients in host memory; None means the value of `move_params_to_cpu`.
+        compute_device: device of computation; None means the device of the parameters. The default is the current CUDA
+            device, if any, for offloaded parameters on the host, or meta parameters with a group that serves CUDA.
+        state_dict_device: device of the tensors in `state_dict`, moved unit by unit; None means `compute_device`.
         clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module.
         force_input_to_fp32: in a wrapper of full precision, cast 16-bit inputs to float32.
         cpu_offload: old name of `move_params_to_cpu`.
-        gradient_predivide_factor: divide gradients by it before they are summed, and by the number of ranks (replicas
-            included) over it afterwards. None: the smallest power of two whose square is at least that number, or that
-            does not divide it.
+        gradient_predivide_factor: divisor of gradients before they are summed; the sum is divided by the number of
+            ranks (replicas included) over this factor. The default for n ranks is the smallest power of two whose
+            square is at least n, or which does not divide n.
         verbose: print more in ``repr``.
-        allow_reset_parameters: let `reset_parameters` reach the module, instead of raising.
-        offload: "cpu" is both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
-            optimizer state in mapped files, so that a model larger than memory trains.
-        offload_folder: with "disk", the folder below which the files are made, on a fast local disk.
-        keep_offload_files: with "disk", leave the files when the process ends, however it ends.
-        use_orig_params: optimizers see the original parameters under their own names, each as this rank's shard of it
-            (1-D, empty where the rank has nothing of it), instead of flat ones. A little slower.
-        sync_module_states: collective; take parameters and buffers from the group's rank 0 (with replicas, the first
-            of all), without those of inner wrappers and of what is ignored. Other ranks may have theirs on the meta
-            device; what no rank has values of waits for them.
-        state_dict_on_rank_0_only: `state_dict` is empty on other ranks than the first.
-        no_broadcast_optim_state: leave this wrapper's optimizer state out of the gathered one
-            (`gather_full_optim_state_dict`). A wrapper of one rank inside of a sharded one does so by itself, and then
-            the gathered state has that of the rank that gets it.
+        allow_reset_parameters: If True, `reset_parameters` calls the module's method instead of raising an error.
+        offload: "cpu" sets both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
+            optimizer state in mapped files, for models that are larger than memory.
+        offload_folder: with "disk", the folder for the files, on a fast local disk.
+        keep_offload_files: with "disk", keep the files after the process has ended, even after a crash.
+        use_orig_params: If True, optimizers see this rank's shard of each original parameter under its own name (1-D,
+            empty if the rank holds no element), instead of flat parameters. A little slower.
+        sync_module_states: collective; copy parameters and buffers from rank 0 of the group (with replicas, of the
+            first replica). Tensors of inner wrappers and ignored tensors are not copied. Other ranks may create theirs
+            on the meta device. Tensors without values on all ranks stay without values.
+        state_dict_on_rank_0_only: If True, `state_dict` returns an empty dict on all ranks except the first.
+        no_broadcast_optim_state: If True, exclude this wrapper's optimizer state from the gathered state
+            (`gather_full_optim_state_dict`). It is also excluded for a wrapper of a single rank inside a sharded
+            wrapper; the receiving rank then contributes its own state.
 
     Attributes:
-        precision: the dtypes that the unit computes and communicates in.
+        precision: the dtypes in which the unit computes and communicates.
 
     Raises:
         TypeError, ValueError: for a value out of range, or options that contradict each other.
@@ -138,7 +138,7 @@ class Options:
             "cpu_offload": moves_params,
             "compute_device": _device(self.compute_device),
             "state_dict_device": _device(self.state_dict_device),
-            "no_broadcast_optim_state": bool(self.no_broadcast_optim_state),  # people pass None for these
+            "no_broadcast_optim_state": bool(self.no_broadcast_optim_state),  # users pass None for these
             "fp32_reduce_scatter": bool(self.fp32_reduce_scatter),
             "force_input_to_fp32": bool(self.force_input_to_fp32),
             "state_dict_on_rank_0_only": bool(self.state_dict_on_rank_0_only),
@@ -146,7 +146,7 @@ class Options:
         self.__dict__.update(resolved)
 
     def _offloads(self) -> tuple[bool, bool]:
-        """Return whether shards, and whether gradients, are kept away from the compute device."""
+        """Return whether shards are offloaded, and whether gradients are."""
         moves_params = bool(self.move_params_to_cpu or _asks_for_offload(self.cpu_offload))
         if self.offload not in (None, "cpu", "disk"):
             raise ValueError(f"offload must be None, 'cpu' or 'disk', got {self.offload!r}")
@@ -165,20 +165,20 @@ class Options:
     def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
         """Return a function that creates a storage for a flat parameter with the compute device `device`."""
         if not (self.move_params_to_cpu or self.move_grads_to_cpu):
-            from fsdp.engine.storage import ShardStorage  # which nothing needs before a module is sharded
+            from fsdp.engine.storage import ShardStorage  # not required before a module is sharded
 
             return partial(ShardStorage, device)
-        from fsdp.layers.offload import DiskStorage, HostStorage  # storages that most units do not use
+        from fsdp.layers.offload import DiskStorage, HostStorage  # not used by most units
 
         if self.offload != "disk":
             return partial(HostStorage, device, self.move_params_to_cpu, bool(self.move_grads_to_cpu))
-        from fsdp.layers.mapped_files import files_under  # which nothing but offloading to disk needs
+        from fsdp.layers.mapped_files import files_under  # only for offloading to disk
 
         return partial(DiskStorage, device, files_under(os.fspath(self.offload_folder), self.keep_offload_files))
 
     @property
     def compared(self) -> Mapping[str, Any]:
-        """The options that all ranks must have alike."""
+        """The options that must be the same on all ranks."""
         return _named(*_compared_in(self))
 
     @property
@@ -186,7 +186,7 @@ class Options:
         return max(0, int(min(self.bucket_cap_mb * 2**20, sys.maxsize)))  # infinity is no limit
 
     def device_for(self, params_are_on: torch.device) -> torch.device:
-        """Return where to compute: as asked, else where the parameters are, or from where they are offloaded."""
+        """Return the requested compute device; by default the device of the parameters before they are offloaded."""
         if isinstance(self.compute_device, torch.device):
             return self.compute_device
         if self.move_params_to_cpu and is_host(params_are_on):
@@ -194,7 +194,7 @@ class Options:
         return params_are_on
 
     def predivide_factor(self, world_size: int) -> float:
-        """Return the factor that was asked for, or the usual one for this number of ranks."""
+        """Return the requested factor, or the default for this number of ranks."""
         if self.gradient_predivide_factor is not None:
             return float(self.gradient_predivide_factor)
         factor = 1
@@ -203,7 +203,7 @@ class Options:
         return float(factor)
 
     def require_no_other_division(self, unit: Unit) -> None:
-        """Raise an error if a communication hook cannot replace what divides and sums the gradients of a unit."""
+        """Raise an error if a communication hook cannot replace the division and summation of a unit's gradients."""
         if (hook := unit.policy.comm_hook) is not None:
             raise RuntimeError(
                 f"{unit.name}: a communication hook ({hook.name}) is registered already, and there can be "
@@ -215,7 +215,7 @@ class Options:
                 "axis, and a communication hook does not see that. Wrap with one process_group to shard over; "
                 "or leave the hook out, and say in which dtype to send with MixedPrecision(reduce_dtype=...)."
             )
-        from fsdp.distributed.custom_collectives import InFront  # which few models use
+        from fsdp.distributed.custom_collectives import InFront  # few models use it
 
         if any(isinstance(handle.reduce_comm, InFront) for handle in unit.handles):
             raise ValueError(
@@ -233,14 +233,14 @@ class Options:
             )
 
 
-# Options that FairScale's users read as attributes of the wrapper.
+# Options that are readable attributes of the wrapper, as in FairScale.
 PUBLIC = frozenset(option.name for option in fields(Options)) - {
     "precision",
     "offload",
     "offload_folder",
     "keep_offload_files",
 }
-SETTLED = PUBLIC | {"reshard_after_forward", "sharding_strategy"}  # attributes of a wrapper that cannot be assigned
+SETTLED = PUBLIC | {"reshard_after_forward", "sharding_strategy"}  # read-only attributes of a wrapper
 
 
 def settled(name: str) -> AttributeError:
@@ -250,14 +250,14 @@ def settled(name: str) -> AttributeError:
     )
 
 
-@lru_cache(maxsize=64, typed=True)  # units keep it, and most have the same
+@lru_cache(maxsize=64, typed=True)  # most units share the same mapping
 def _named(*values: Any) -> Mapping[str, Any]:
     return dict(zip(_COMPARED, values, strict=True))
 
 
 def _precision(policy: Any, flags: dict[str, Any]) -> Precision:
     if isinstance(policy, Precision):
-        return policy  # of `fully_shard`
+        return policy  # from `fully_shard`
     if not isinstance(policy, MixedPrecision):
         if policy not in (True, False, None):
             raise TypeError(f"mixed_precision must be True, False or a fsdp.MixedPrecision, got {policy!r}")
@@ -276,7 +276,7 @@ def _device(given: Any) -> torch.device | None:
 
 
 def _asks_for_offload(given: Any) -> bool:
-    """Return whether `cpu_offload`, a flag or torch's ``CPUOffload``, asks for it."""
+    """Return whether `cpu_offload`, a flag or torch's ``CPUOffload``, requests offloading."""
     if isinstance(given, bool) or given is None:
         return bool(given)
     if _is_torchs(given, "CPUOffload"):
@@ -285,7 +285,7 @@ def _asks_for_offload(given: Any) -> bool:
 
 
 def _own_policy(given: Any) -> Any:
-    """Return `mixed_precision` with torch's ``MixedPrecision`` as one of ours."""
+    """Return `mixed_precision`, with torch's ``MixedPrecision`` converted to this library's class."""
     if not _is_torchs(given, "MixedPrecision"):
         return given
     return MixedPrecision(
@@ -299,7 +299,7 @@ def _own_policy(given: Any) -> Any:
 
 
 def _is_torchs(given: Any, name: str) -> bool:
-    """Return whether a value is of this class of FSDP1, which is not imported for it."""
+    """Return whether a value is an instance of this FSDP1 class, without importing the class."""
     kind = type(given)
     return kind.__name__ == name and kind.__module__.startswith("torch.distributed.fsdp")
 
@@ -311,17 +311,17 @@ _POLICY_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes that a module under `fully_shard` computes and communicates in; torch's class is taken too.
+    """The dtypes in which a module under `fully_shard` computes and communicates; torch's class is also accepted.
 
     Attributes:
-        param_dtype: of the unsharded parameters and so of the computation; None leaves the parameters' own.
-        reduce_dtype: in which gradients are summed over ranks. None means as in the installed torch: the parameters'
-            own dtype since torch 2.15, and `param_dtype` before.
-        output_dtype: of the module's floating-point outputs; None leaves them.
-        cast_forward_inputs: cast the module's floating-point inputs to `param_dtype`.
-        param_dtype_override_fn: called once with each parameter when the module is sharded. If it returns the
-            parameter's own dtype, the parameter is unsharded in it; None and `param_dtype` change nothing. Ranks must
-            return the same. Inputs of the module are cast to `param_dtype` in any case.
+        param_dtype: dtype of the unsharded parameters and of computation; None keeps the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are summed across ranks. None means the default of the installed torch:
+            the dtype of the parameters since torch 2.15, and `param_dtype` before.
+        output_dtype: dtype of the module's floating-point outputs; None does not cast them.
+        cast_forward_inputs: If True, cast the module's floating-point inputs to `param_dtype`.
+        param_dtype_override_fn: function that is called once with each parameter when the module is sharded. If it
+            returns the parameter's own dtype, the parameter is not cast; None and `param_dtype` change nothing. The
+            result must be the same on all ranks. Inputs of the module are cast to `param_dtype` in any case.
     """
 
     param_dtype: torch.dtype | None = None
@@ -333,25 +333,25 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Offload nothing."""
+    """Do not offload."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, their gradients and the optimizer's state in host memory, from where they are copied when needed.
+    """Keep shards, their gradients and the optimizer state in host memory. Shards are copied to the device when needed.
 
     Attributes:
-        pin_memory: in pinned memory if an accelerator exists. Host memory is always pinned then, so False is an error.
+        pin_memory: use pinned memory. If an accelerator exists, host memory is always pinned, and False is an error.
     """
 
     pin_memory: bool = True
 
 
 def precision_of(policy: Any) -> Precision:
-    """Return the dtypes of a `MixedPrecisionPolicy`, ours or torch's.
+    """Return the dtypes of a `MixedPrecisionPolicy` of this library or of torch.
 
     Raises:
-        TypeError: for another object.
+        TypeError: for an object of another class.
         ValueError: for a dtype that cannot be used for training.
     """
     if isinstance(policy, MixedPrecision):
@@ -370,24 +370,24 @@ def precision_of(policy: Any) -> Precision:
         reduces_in_own=_reduces_in_own(torch.__version__),
         output=policy.output_dtype,
         inputs=InputCast.ALWAYS if is_cast else InputCast.NONE,
-        override=getattr(policy, "param_dtype_override_fn", None),  # torch's has it since 2.15
+        override=getattr(policy, "param_dtype_override_fn", None),  # a field of torch's class since 2.15
     )
 
 
-@cache  # for each unit, and torch compares versions slowly
+@cache  # called for each unit, and torch's comparison of versions is slow
 def _reduces_in_own(torchs: str) -> bool:
-    """Return whether this version of torch reduces gradients in the dtype of the parameters, not of computation."""
+    """Return whether this version of torch reduces gradients in the parameters' dtype instead of `param_dtype`."""
     return torchs >= "2.15"
 
 
 def is_offloaded(policy: Any) -> bool:
-    """Return whether an `OffloadPolicy`, ours or torch's, offloads to the host; None does not.
+    """Return whether an `OffloadPolicy` of this library or of torch offloads to the host; None does not.
 
     Raises:
-        TypeError: for another object.
-        ValueError: for host memory that is not pinned beside an accelerator.
+        TypeError: for an object of another class.
+        ValueError: for ``pin_memory=False`` if an accelerator exists.
     """
-    kinds = {kind.__name__ for kind in type(policy).__mro__}  # torch's are taken too
+    kinds = {kind.__name__ for kind in type(policy).__mro__}  # torch's classes have the same names
     if "CPUOffloadPolicy" in kinds:
         if not policy.pin_memory and accelerator() is not None:
             raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")

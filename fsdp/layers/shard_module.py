@@ -1,10 +1,10 @@
 """`shard_module` makes a module a unit. `FullyShardedDataParallel` and `fully_shard` both use it.
 
-These are the steps. The function finds the parameters that belong to no inner unit, with every place where they are
-used. The function determines ranks and device, and groups similar parameters. Each group becomes this rank's shard of
-a flat parameter. The original parameters are removed from their modules, and their memory is freed. The unit gets a
-handle for each flat parameter, and methods of the modules are overridden. The two interfaces differ in the parameters
-that optimizers see and that modules list; a `ParamForm` defines them.
+The function finds the parameters that belong to no inner unit, with all their uses. It determines ranks and device,
+and groups similar parameters. Each group becomes this rank's shard of a flat parameter. The original parameters are
+removed from their modules, and their memory is freed. The unit creates a handle for each flat parameter, and methods
+of the modules are overridden. The two interfaces differ in the parameters that optimizers see and that modules list;
+a `ParamForm` defines them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from fsdp.layers.shared_params import check_share, claimed_in, refuse_nothing_ow
 if TYPE_CHECKING:
     from fsdp.engine.runtime import Runtime
 
-# Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
-# Only where no checkpoint of FairScale's flat shards is to be read or written.
+# In elements: at least 16 bytes for each dtype used in training. Compiled CUDA kernels copy tensors with a smaller
+# alignment at every call. Not used for flat parameters whose shards FairScale's checkpoints contain.
 ALIGNED = 8
 
 
@@ -61,18 +61,18 @@ class ParamForm(Sharder, Protocol):
 
     @property
     def lists_parts(self) -> bool:
-        """Return whether modules list `DTensor`s, which can be saved and loaded as they are.
+        """Return whether modules list `DTensor`s, which can be saved and loaded without a conversion.
 
-        Then units behave as with torch's `fully_shard`: the inputs of the outermost module are brought to the device
-        that it computes on, and units that are not resharded after a forward stay unsharded without a backward too.
+        If True, units behave as with torch's `fully_shard`: the inputs of the outermost module are moved to its compute
+        device, and units that are not resharded after a forward stay unsharded even if no backward runs.
         """
 
     @property
     def names_shards(self) -> bool:
-        """Return whether modules list, and save, a shard of each parameter under the parameter's name."""
+        """Return whether modules list and save a shard of each parameter under the parameter's name."""
 
 
-@torch.inference_mode(False)  # shards that are made in it could not be trained
+@torch.inference_mode(False)  # shards that are inference tensors could not be trained
 def shard_module(
     module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
 ) -> tuple[Unit, Group]:
@@ -83,7 +83,7 @@ def shard_module(
     meet_torch()
     _make_way(module, inner)
     unit, reduce_group, shards = _shard_params(module, options, groups, reduce_over, ignored, form)
-    # The original parameters are gone by now: handles take more memory.
+    # The original parameters are freed by now. Handles allocate memory.
     reduce_comm = communicator(reduce_group, unit.device)
     for shard in shards:
         unit.add_handle(shard, reduce_comm, groups.new_kept_shard(unit.device) if shard.is_kept else None)
@@ -93,8 +93,8 @@ def shard_module(
 
 
 def meet_torch() -> None:
-    """Register with torch's optimizers and clipping functions, which are given shards from now on."""
-    from fsdp.layers.optimizer_hooks import watch_optimizers  # layers, for the surroundings of a sharded model
+    """Register with torch's optimizers and clipping functions, which users call with shards from now on."""
+    from fsdp.layers.optimizer_hooks import watch_optimizers  # not required without a sharded model
     from fsdp.layers.torch_functions import teach_torch
 
     watch_optimizers()
@@ -102,13 +102,13 @@ def meet_torch() -> None:
 
 
 def _new_runtime(root: Unit) -> Runtime:
-    from fsdp.layers.first_use import new_runtime  # the checks of a tree, which nothing needs before its first use
+    from fsdp.layers.first_use import new_runtime  # the checks of a tree, not required before its first use
 
     return new_runtime(root)
 
 
 def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
-    """Let runtimes find their units again, and detach the module's unit of an earlier wrapper, for a new unit."""
+    """Detach an earlier unit of the module, and reset the runtimes of inner units, before a new unit is created."""
     for unit in units:
         if unit.module is module:
             unit.withdraw()
@@ -123,7 +123,7 @@ def _shard_params(
     found = collect(
         module,
         ignored,
-        tied if form.lists_parts or form.names_shards else None,  # a flat parameter is not shared with other units
+        tied if form.lists_parts or form.names_shards else None,  # flat parameters cannot be shared between units
         claimed_in(module),
         for_unit=True,
         takes_all=form.lists_parts,
@@ -135,11 +135,11 @@ def _shard_params(
 
         sharder = PackedForm(form, packed)
     found = sharder.prepare(found, tied, module)
-    params_are_on = _device_of(found, module, groups.replicate or groups.shard)  # a shard group of one rank is none
+    params_are_on = _device_of(found, module, groups.replicate or groups.shard)  # the shard group may be a `LoneGroup`
     device = options.device_for(params_are_on)
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
     if options.sync_module_states:
-        from fsdp.layers.module_states import take_states_of_first  # which nothing but this option needs
+        from fsdp.layers.module_states import take_states_of_first  # only for this option
 
         found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
     unit = _make_unit(module, options, groups, device, ignored, form)
@@ -147,7 +147,7 @@ def _shard_params(
     new_storage = options.storage_on(device)
 
     def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
-        from fsdp.layers.fingerprints import take_fingerprints  # a check, as those of the first use
+        from fsdp.layers.fingerprints import take_fingerprints  # compared at the first use
 
         comm, copies = unit.everyone
         replicas = how.pop("replicas", copies.world_size)
@@ -160,7 +160,7 @@ def _shard_params(
         _check_params(found, unit, () if form.lists_parts else (groups.shard, reduce_group, groups.replicate))
         refuse_aliases_of_units(unit, found)
         for one in unit.wanted if form.lists_parts else ():
-            check_share(unit, one)  # `fully_shard` shares it at once
+            check_share(unit, one)  # `fully_shard` shares the parameter immediately
         shards = sharder.shard(found, unit, make)
     except BaseException:
         unit.withdraw()
@@ -172,9 +172,9 @@ def _shard_params(
 
 
 def _check_params(found: Found, unit: Unit, groups: Iterable[Group | None]) -> None:
-    """Raise an error for parameters that cannot be computed with, or are `DTensor`s over ranks of these groups.
+    """Raise an error for parameters that cannot be used in computation, or are `DTensor`s over ranks of these groups.
 
-    `DTensor`s that stay what they are need no check: `prepare` has checked their mesh.
+    The mesh of parameters that stay `DTensor`s is checked by `prepare` instead.
     """
     for param, places in found.items():
         unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
@@ -183,7 +183,7 @@ def _check_params(found: Found, unit: Unit, groups: Iterable[Group | None]) -> N
 
 
 def _uncast(precision: Precision, found: Found) -> Collection[tuple[nn.Module, str]]:
-    """Return the places of the parameters that a policy leaves in their own dtype."""
+    """Return the places of the parameters that a policy does not cast."""
     if precision.override is None:
         return ()
     left = (places for param, places in found.items() if precision.leaves(places[0].fqn, param))
@@ -191,7 +191,7 @@ def _uncast(precision: Precision, found: Found) -> Collection[tuple[nn.Module, s
 
 
 def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:
-    """Return the device of a module: of its own parameters, or the compute device of its inner units."""
+    """Return the device of a module's own parameters, or the compute device of its inner units."""
     inner = (unit for unit in units_of(module.modules()) if unit.owned_handles or unit.borrowed_handles)
     if not found and (first := next(inner, None)) is not None:
         return first.device
@@ -199,7 +199,7 @@ def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) ->
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers that have values; parameters that are ignored stay where they are."""
+    """Move the buffers with values; ignored parameters are not moved."""
     for inner in own_modules(module):
         for name, buffer in inner._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -264,7 +264,7 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
 
 def refuse_fake_tensors(module: nn.Module) -> None:
     """Raise RuntimeError for a module of torch's fake tensors, or under the mode that makes them."""
-    made = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none
+    made = sys.modules.get("torch._subclasses.fake_tensor")  # if not imported, no fake tensors exist
     held = [param for submodule in module.modules() for param in submodule._parameters.values()]
     if made is not None and any(isinstance(one, made.FakeTensor) for one in (torch.empty(0, device="cpu"), *held)):
         raise RuntimeError(
@@ -319,7 +319,7 @@ class WrapperForm:
         self._holder.hold(flat_params, places, suffixes, is_listed=not self._shows_originals)
         if self._shows_originals:
             return [Shard(*one, new_listed=OrigParams) for one in zip(flat_params, places, strict=True)]
-        # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
+        # Also registered on the user's module, so that its methods `parameters()`, `dtype` and `device` still work.
         at = [[(self._holder, name), (unit.module, name)] for name in self._holder.flat_param_names]
         return [Shard(*one) for one in zip(flat_params, places, at, strict=True)]
 

@@ -1,6 +1,6 @@
-"""`Groups` are the process groups along the axes of a unit's mesh, with the placements along these axes.
+"""`Groups` contains the process groups along the axes of a unit's mesh, with the placements along these axes.
 
-Users pass a group, a pair of groups, or a mesh. The placements decide how a single group is used.
+Users pass a group, a pair of groups, or a mesh. The placements define how a single group is used.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class ProcessGroupName(str, Enum):
 
 
 def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Group:
-    """Return the group to sum gradients over that a user gave, or named, for parameters sharded over `group`.
+    """Return the group for reducing gradients that a user passed or named, for parameters sharded over `group`.
 
     Collective over all ranks the first time with NCCL.
     """
     if given in (None, ProcessGroupName.reduce_scatter):
-        # On NCCL a second group of all ranks, so that reductions do not queue behind gathers.
+        # With NCCL, a second group of all ranks, so that reductions do not queue behind all-gathers.
         is_nccl = group is dist.group.WORLD and backend_names(group).get(device.type) == "nccl"
         return group_apart(group) if is_nccl else group
     if given == ProcessGroupName.default:
         return group
     if not hasattr(given, "rank") or not hasattr(given, "size"):
-        # The third positional argument of torch's FSDP1 is another one.
+        # The third positional argument of torch's FSDP1 is the sharding strategy.
         hint = ". Pass it as sharding_strategy=..." if type(given).__name__ == "ShardingStrategy" else ""
         raise TypeError(
             f"process_group_reduce_scatter must be a process group or a ProcessGroupName, got {given!r}{hint}"
@@ -80,7 +80,7 @@ def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Grou
 
 
 class LoneGroup:
-    """A group of this rank only. No process group is made: that would take all ranks."""
+    """A group of this rank only. No process group is created, because this would require a collective."""
 
     def rank(self) -> int:
         return 0
@@ -91,12 +91,12 @@ class LoneGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks of one wrapper, and where its parameters, gradients and optimizer state are."""
+    """The process groups of a unit, and the placements of its parameters, gradients and optimizer state."""
 
     shard: Group  # along the shard axis
-    replicate: Group | None  # along the replica axis; None without one
-    ranks: frozenset[int]  # the numbers of all of them; empty where torch does not know them
-    placements: Placements  # REPLICATED along an axis of one rank
+    replicate: Group | None  # along the replica axis; None without a replica axis
+    ranks: frozenset[int]  # global numbers of all ranks; empty if torch does not know them
+    placements: Placements  # REPLICATED along an axis with a single rank
 
     @property
     def replicas(self) -> int:
@@ -109,7 +109,7 @@ class Groups:
         return communicator(self.shard, device), replicas
 
     def communicators(self, device: torch.device) -> tuple[Communicator, Communicator]:
-        """Return communicators with the ranks that share what optimizers step, and with those that hold the same shard.
+        """Return the communicators over the shards that optimizers step, and over the ranks with the same shard.
 
         Collective the first time if both axes are sharded.
         """
@@ -118,19 +118,19 @@ class Groups:
             return shard, replicas
         together, ranks = _together(self.shard, cast(Group, self.replicate))
         all_ranks = None if together is None else communicator(together, device)
-        from fsdp.distributed.nested import nested  # for shards that are divided along both axes only
+        from fsdp.distributed.nested import nested  # only for shards that are divided along both axes
 
         return nested(shard, replicas, all_ranks, ranks), LONE_RANK
 
     def new_kept_shard(self, device: torch.device) -> KeptShard | None:
-        """Collective the first time. Return what keeps a handle's parameters between uses, if fewer ranks or none do.
+        """Collective the first time. Return a `KeptShard` for a handle if the placements require it, else None.
 
         Raises:
-            ValueError: if their number does not divide that of the shard axis.
+            ValueError: if `reshard_after_forward` does not divide the number of ranks along the shard axis.
         """
         size, lasts = self.placements.reshard_after_forward, bool(self.placements.gather and self.placements.unshard)
         if size == "host":
-            from fsdp.layers.host_copy import HostCopy  # as below: for few placements
+            from fsdp.layers.host_copy import HostCopy  # like the import below, only for few placements
 
             return HostCopy()
         group = self.shard if lasts else None if isinstance(size, bool) else _post_forward_group(self.shard, size)
@@ -142,14 +142,14 @@ class Groups:
 
     @classmethod
     def resolve(cls, given: Any, placements: Placements, strategy: ShardingStrategy | None = None) -> Groups:
-        """Return the groups of `process_group` for these placements, which a strategy may have named.
+        """Return the groups of the argument `process_group` for these placements, which a strategy may define.
 
-        Collective over the ranks if two are given, or are to be made.
+        Collective over the ranks if two groups are given or must be created.
 
         Raises:
-            RuntimeError: without `torch.distributed`; if ranks disagree about what a machine is.
-            TypeError: for what is no group that this rank is in.
-            ValueError: for what fits neither the strategy nor itself.
+            RuntimeError: if `torch.distributed` is not initialized, or if `LOCAL_WORLD_SIZE` differs between ranks.
+            TypeError: if the argument is not a group that contains this rank.
+            ValueError: if the groups do not match the strategy, or each other.
         """
         shard: Group
         replicate: Group | None
@@ -178,7 +178,7 @@ class Groups:
 
 
 def _is_mesh(given: Any) -> bool:
-    module = sys.modules.get("torch.distributed.device_mesh")  # slow to import, and no mesh was made without it
+    module = sys.modules.get("torch.distributed.device_mesh")  # slow to import; if not imported, no mesh exists
     return module is not None and isinstance(given, module.DeviceMesh)
 
 
@@ -187,7 +187,7 @@ def _kind(given: Any) -> str:
 
 
 def _pair_of(given: Any) -> tuple[Group, Group] | None:
-    """Return the groups to shard and to replicate over, if two are given."""
+    """Return the shard group and the replica group, if two groups are given."""
     if _is_mesh(given):
         if given.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not in the mesh {given}: shard only on its ranks")
@@ -217,13 +217,13 @@ def _group_of(given: Any) -> Group:
     return given.get_group() if _is_mesh(given) else default_group(given)
 
 
-# Each result is kept, since every unit of a model asks for the same.
+# The results are cached, because all units of a model usually use the same groups.
 
 
 @once_for_groups
 @during("FullyShardedDataParallel() or fully_shard()")
 def _rows(shard: Group, replicate: Group) -> tuple[tuple[int, ...], ...]:
-    """Collective the first time. Return the rows of the rectangle that two groups of this rank must be sides of."""
+    """Collective the first time. Return the rows of the rectangle of ranks that this rank's two groups must form."""
     rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
     over_shard, over_replicas = communicator(shard, HOST), communicator(replicate, HOST)
     if over_shard.peers_answer and over_replicas.peers_answer:
@@ -235,7 +235,7 @@ def _rows(shard: Group, replicate: Group) -> tuple[tuple[int, ...], ...]:
 
 @once_for_groups
 def _members(group: Group, replicate: Group | None = None) -> frozenset[int]:
-    """Return the ranks of a group, or of the rectangle of two; all units of these groups share the set."""
+    """Return the ranks of a group, or of the rectangle of two groups; all units of these groups share the set."""
     rows = [] if replicate is None else [*_rows(group, replicate), ranks_of(replicate)]
     return frozenset(chain(ranks_of(group), *rows))
 
@@ -255,9 +255,9 @@ def _together(shard: Group, replicate: Group) -> tuple[Group | None, Sequence[in
 
 
 def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, replicate: Group) -> None:
-    """Raise ValueError unless the groups of all ranks are the sides of one rectangle.
+    """Raise ValueError unless the groups of all ranks form a single rectangle.
 
-    Rows are the shard groups of all replicas, columns the replicas of all in the shard group.
+    Rows are the shard groups of all replicas; columns are the replica groups of all ranks in the shard group.
     """
     flat = [rank for row in rows for rank in row]
     turned = [list(row) for row in zip(*columns, strict=True)] if len({*map(len, columns)}) == 1 else []
@@ -274,9 +274,9 @@ def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, 
 
 @once_for_groups
 def _by_machine(group: Group, given: str) -> tuple[Group, Group | None]:
-    """Collective the first time. Return the groups within the machine and across machines, for a group over several.
+    """Collective the first time. Split a group over multiple machines into groups within and across machines.
 
-    The text `given` is the number of ranks of a machine.
+    `given` is the environment variable with the number of ranks of a machine. Across a single machine, None.
     """
     if group.size() == 1:
         return group, None
@@ -295,15 +295,15 @@ def _by_machine(group: Group, given: str) -> tuple[Group, Group | None]:
     if len(rows) == 1:
         return group, None
     columns = [list(column) for column in zip(*rows, strict=True)]
-    # All shard groups before all others: only their members may meet to make them.
+    # Each rank creates its shard group first, then its replica group; only the members of a group take part.
     return _new_group(group, rows), _new_group(group, columns)
 
 
 @once_for_groups
 def _post_forward_group(group: Group, size: int) -> Group | None:
-    """Collective the first time. Return a group of this rank and ones beside it, so many together; None for one or all.
+    """Collective the first time. Return the group of `size` neighbouring ranks that contains this rank.
 
-    Their number must divide that of the ranks.
+    None if `size` is 1 or the number of ranks. `size` must divide the number of ranks.
     """
     ranks = list(ranks_of(group))
     if size < 1 or len(ranks) % size:
@@ -318,12 +318,12 @@ def _post_forward_group(group: Group, size: int) -> Group | None:
 
 @once_for_groups
 def group_apart(group: Group) -> Group:
-    """Collective the first time. Return a group of the same ranks that has a way of its own to them."""
+    """Collective the first time. Return another group of the same ranks, with separate connections."""
     return _new_group(group, [ranks_of(group)])
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
-    """Collective over `group`. Return the new group of this rank, when each of the parts becomes one."""
+    """Collective over `group`. Create a group of each of the parts, and return this rank's group."""
     mine = dist.get_rank()
     if group.size() == dist.get_world_size():
         made = [dist.new_group(list(part), timeout_of(group)) for part in parts]

@@ -2,9 +2,9 @@
 
 A tied parameter must belong to a unit that contains all of its uses. If modules with a tied parameter are wrapped
 separately, with ``flatten_parameters=False``, the first wrapper owns the parameter and the other wrappers *want* it.
-When the parameter is appended to such a wrapper, the handle also gets the wrapper's places: there is a single shard,
-leaf and gradient. Before the units are used, the handle moves to the lowest unit around all of them, which unshards it
-during its whole forward and backward.
+When the parameter is appended to such a wrapper, the wrapper's places are added to the handle, so there is a single
+shard, leaf and gradient. Before the first use, the handle moves to the lowest unit around all these units, which
+keeps it unsharded during its whole forward and backward.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
         owner.shares.append(common)
     common.members.append(unit)
     unit.shares.append(common)
-    from fsdp.layers.verify import agreed  # a check of the first use
+    from fsdp.layers.verify import agreed  # not required before the first use
 
     agreed.difference_update(common.members)
 
@@ -108,8 +108,8 @@ def check_share(unit: Unit, asked: Wanted) -> None:
 def split_off(param: nn.Parameter, owner: Unit | None) -> None:
     """Move an original parameter of `owner` into a separate flat parameter. Not collective.
 
-    With `fully_shard` a module may be tied to a module that was sharded before and not used yet. The shared parameter
-    needs a separate handle, which the unit around both can run.
+    With `fully_shard`, a module may share a parameter with a module that is already sharded, but was not used yet. The
+    shared parameter requires a separate handle, which the unit around both modules can run.
     """
     taken = taken_over(param)
     shard = None if taken is None or taken.flat_param is None else taken.flat_param()
@@ -125,7 +125,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
 
 
 def _alone(owner: Unit, handle: FlatParamHandle, slot: int) -> FlatParamHandle:
-    """Return a separate handle of a parameter, which replaces the handle of `owner` with multiple parameters."""
+    """Split a handle of `owner` in two if it has multiple parameters; return the handle of this parameter alone."""
     handle.absorb()
     if len(handle.places) == 1:
         return handle
@@ -180,7 +180,7 @@ class _Listed(NamedTuple):
     unit: Unit
 
     def found(self) -> tuple[FlatParamHandle, int]:
-        """Return the handle of the parameter, and its number there."""
+        """Return the handle of the parameter, and the parameter's number in the handle."""
         return next(
             (handle, slot)
             for handle in self.unit.owned_handles
@@ -195,15 +195,15 @@ class _Listed(NamedTuple):
 
 
 def _dtensors(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
-    """Return the `DTensor`s of a handle's parameters, if it has such."""
+    """Return a handle's parameters if they are `DTensor`s, else nothing."""
     listed = handle.orig_params
     return listed.params if listed is not None and is_dtensor(listed.params[0]) else ()
 
 
 def tie_assigned(units: Iterable[Unit]) -> None:
-    """Merge parameters that a user has tied after sharding: modules list the same `DTensor` for both.
+    """Merge parameters that the user tied after sharding, so that modules list the same `DTensor` for both.
 
-    Units that were already used are skipped: their handles raise an error.
+    Units that were already used are skipped; their handles raise an error instead.
 
     Raises:
         RuntimeError: for two parameters that cannot be merged.
@@ -223,11 +223,11 @@ def tie_assigned(units: Iterable[Unit]) -> None:
 
 
 def _tie(first: _Listed, other: _Listed) -> None:
-    """Replace a parameter by another parameter in all places that list it."""
+    """Replace the parameter `other` by the parameter `first` in all its places."""
     places, name = other.places, other.places[0].fqn
     _check_alike(first, other)
     note_stale(other.param, f"what {name} was before it was tied to {first.places[0].fqn}")
-    for place in places:  # what is to be kept there belongs to the first one
+    for place in places:  # the value that the user assigned belongs to the first parameter
         place.module._parameters.update({place.name: other.param})
     other.found()[0].presentation.refill()
     handle = _alone(first.unit, *first.found())
@@ -323,7 +323,7 @@ def _refuse_wanted(names: Mapping[Unit, str]) -> None:
 
 
 def _units_around(units: Iterable[Unit]) -> dict[Unit, dict[Unit, None]]:
-    """Return for each unit of a tree the units that contain it, itself included, inner before outer."""
+    """Return for each unit of a tree the units that contain it, inner before outer, including the unit."""
     found: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
     for unit in reversed(found):
         for _, inner in units_in(unit):
@@ -338,7 +338,7 @@ def _lowest_around(members: Sequence[Unit], root: Unit, around: Mapping[Unit, Ma
 
 
 def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
-    """Return whether any of `modules` runs in the root's tree without being inside of the unit `without`."""
+    """Return whether any of `modules` is in the root's tree outside the unit `without`."""
     seen: set[nn.Module] = set()
     ahead = [root.module]
     while ahead:
@@ -360,7 +360,7 @@ def exported_around(unit: Unit) -> set[int]:
 
 
 def keys_of(unit: Unit) -> set[str]:
-    """Return the names, from the unit's module, of all parameters that its modules see when they are summoned."""
+    """Return the names, relative to the unit's module, of all parameters that its modules list while summoned."""
     shared = {one.handle for one in unit.shares}
     keys = {place.fqn for handle in unit.handles if handle not in shared for used in handle.places for place in used}
     if shared:
@@ -375,7 +375,7 @@ def _dtypes(precision: Precision) -> tuple[Any, ...]:
 
 
 def _is_of(handle: FlatParamHandle, param: Any) -> bool:
-    """Return whether `param` belongs to the handle: the original, its shard, or a tensor that modules show."""
+    """Return whether `param` belongs to the handle: an original parameter, the shard, or a tensor in a module."""
     taken = taken_over(param) if isinstance(param, Tensor) else None
     if taken is not None:
         return taken.flat_param is not None and taken.flat_param() is handle.flat_param

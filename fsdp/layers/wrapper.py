@@ -1,4 +1,4 @@
-"""`Wrapper`: a module around another one, to which it passes on assignments and registrations."""
+"""`Wrapper`: a module that forwards assignments and registrations to the module that it wraps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class Wrapper(nn.Module):
-    """A module around another: names that are not its own are assigned, deleted and registered in the wrapped module.
+    """A module that assigns, deletes and registers names in the wrapped module, except for names of the wrapper.
 
-    The forward of the wrapped module reads them there, and its state dict contains them. A private name (`_name`) is
-    assigned there only if the wrapped module has registered it.
+    The wrapped module's forward can thus read them, and its state dict contains them. A private name (`_name`) is only
+    assigned in the wrapped module if registered there.
     """
 
     def _wrapped(self) -> nn.Module | None:
@@ -19,16 +19,16 @@ class Wrapper(nn.Module):
         raise NotImplementedError
 
     def _module_of(self, name: str, value: Any = None) -> nn.Module | None:
-        """Return the wrapped module if a name is to be assigned or deleted there, else None."""
+        """Return the wrapped module if a name must be assigned or deleted there, else None."""
         inside = self._wrapped()
         if inside is None or name in self.__dict__ or hasattr(type(self), name) or _has(self, name):
             return None
         return inside if isinstance(value, (nn.Module, nn.Parameter)) or _knows(inside, name) else None
 
     def _registers(self, name: str) -> nn.Module | None:
-        """Return the wrapped module if a name is to be registered there, else None: the wrapper has its own children.
+        """Return the wrapped module if a name must be registered there; None for the wrapper's own children.
 
-        `nn.SyncBatchNorm.convert_sync_batchnorm`, for instance, registers each child of a module again.
+        For example, `nn.SyncBatchNorm.convert_sync_batchnorm` registers each child of a module again.
         """
         return None if _has(self, name) else self._wrapped()
 
@@ -66,13 +66,13 @@ class Wrapper(nn.Module):
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """Return whether a module has registered a name itself."""
+    """Return whether a name is registered in this module."""
     kinds = ("_modules", "_parameters", "_buffers")
     return any(dict.__contains__(module.__dict__.get(kind, {}), name) for kind in kinds)
 
 
 def _knows(module: nn.Module | None, name: str) -> bool:
-    """Return whether a module, or one that it wraps, has a name."""
+    """Return whether a module, or a module that it wraps, defines a name."""
     while isinstance(module, Wrapper):
         if _has(module, name) or (name in module.__dict__ and not name.startswith("_")):
             return True
