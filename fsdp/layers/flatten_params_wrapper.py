@@ -20,7 +20,7 @@ from fsdp.engine.user_attributes import attributes_of, give_attributes
 from fsdp.layers.managed_params import collect, names_of
 from fsdp.layers.wrapper import Wrapper
 
-# The wrapped module keeps the views besides, as FairScale's does.
+# The wrapped module also keeps the views in a list, as in FairScale.
 _VIEWS = "_unflattened_param_views"
 
 
@@ -39,8 +39,8 @@ class FlattenParamsWrapper(Wrapper):
             numbers.
 
     Raises:
-        ValueError: if the names are not unique or not as many as the groups, if a group mixes dtypes or
-            `requires_grad`, or contains a parameter that is not the module's.
+        ValueError: if the names are not unique or their number differs from the number of groups; if a group mixes
+            dtypes or `requires_grad`, or contains a parameter of another module.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FlattenParamsWrapper(Wrapper):
         """The only flat parameter.
 
         Raises:
-            RuntimeError: if there are none or several.
+            RuntimeError: if there is none, or more than one.
         """
         if len(self.flat_params) != 1:
             raise RuntimeError(f"there are {len(self.flat_params)} flat parameters; use flat_params")
@@ -130,20 +130,20 @@ class FlattenParamsWrapper(Wrapper):
 
     @property
     def num_params_managed(self) -> int:
-        """The number of original parameters in the flat ones."""
+        """The number of original parameters in the flat parameters."""
         return sum(map(len, self.param_infos))
 
     @property
     def is_flattened(self) -> bool:
-        """Return whether parameters are stored flat now; False without any, and inside `unflatten_params`."""
+        """Return whether parameters are stored flat now; False without parameters, and inside `unflatten_params`."""
         return bool(self.flat_params) and not self._unflattened
 
     def metadata(self, index: int = 0) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
-        """Return names, shapes and numbers of elements in flat parameter `index`."""
+        """Return names, shapes and numbers of elements of the parameters in flat parameter `index`."""
         return self.flat_params[index].metadata()
 
     def get_param_views(self, external_data_list: Sequence[Tensor | None] | None = None) -> Iterator[Tensor]:
-        """Yield views of all original parameters in the flat ones, or in external data of the same sizes.
+        """Yield views of all original parameters in the flat parameters, or in external data of the same sizes.
 
         Raises:
             ValueError: if the data does not fit the flat parameters.
@@ -205,7 +205,7 @@ class FlattenParamsWrapper(Wrapper):
             self._parameters[name] = flat_param
         self._show_views()
         if keep_changes:
-            # Only what is different: writing the rest would look to autograd like a change of saved weights.
+            # Only different values: autograd would treat other writes as changes of saved weights, too.
             views = self.get_param_views([flat.detach() for flat in self.flat_params])
             for view, (fqn, value) in zip(views, values, strict=True):
                 self._keep(view, fqn, value)
@@ -233,7 +233,7 @@ class FlattenParamsWrapper(Wrapper):
             self._flatten_again(keep_changes=is_unflattened and flat_params is None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward, with its parameters as views of the flat ones."""
+        """Run the wrapped module's forward, with its parameters as views of the flat parameters."""
         if self.is_flattened:
             self._show_views()
         return self._modules[FLATTEN_PART](*args, **kwargs)  # type: ignore[misc]  # see the wrapper's `forward`
@@ -249,7 +249,7 @@ class FlattenParamsWrapper(Wrapper):
             self._flatten_again(keep_changes=False)
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the state with flat parameters under their own names."""
+        """Return the state with flat parameters, under the names ``flat_param_<suffix>``."""
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
             state[clean_name(key)] = state.pop(key)
@@ -292,7 +292,7 @@ class FlattenParamsWrapper(Wrapper):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
-        # Views of the flat parameters are no leaves, which torch does not copy; the copy makes its own.
+        # torch does not copy views of the flat parameters, because they are not leaves; the copy creates new views.
         for view in self._fpw_module.__dict__.get(_VIEWS, ()):
             memo[id(view)] = view.detach()
         copied = memo[id(self)] = type(self).__new__(type(self))
@@ -310,7 +310,7 @@ def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:
 
 
 class ShardedParamsWrapper(FlattenParamsWrapper):
-    """The wrapper in which `FullyShardedDataParallel` holds its module; it only lists this rank's shards."""
+    """The inner wrapper of `FullyShardedDataParallel` around its module. Only lists this rank's shards."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -319,7 +319,7 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         self.hold([], [], [])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward; the unit around it shows the parameters."""
+        """Run the wrapped module's forward; the unit sets the module's parameters."""
         return self._modules[FLATTEN_PART](*args, **kwargs)  # type: ignore[misc]  # see the wrapper's `forward`
 
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> NoReturn:
@@ -333,13 +333,13 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules; for `peft`, those in the wrapped module, with the names of its state dict."""
+        """Yield modules; for `peft`, only modules in the wrapped module, with the names of its state dict."""
         if not prefix and "peft.utils" in sys.modules and is_called_from("peft.utils.save_and_load"):
             return self._fpw_module.named_modules(memo, prefix, remove_duplicate)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the wrapped module returns by itself, or raise its error."""
+        """Return the state dict of the wrapped module, or raise its error."""
         return self._fpw_module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -347,11 +347,11 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         return self._fpw_module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
-        self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit
+        self._fpw_module._apply(fn, recurse)  # its `Conversions` also converts the flat parameters
         return self
 
     def extra_repr(self) -> str:
-        from fsdp.layers.summary import summary  # for people, and not for training
+        from fsdp.layers.summary import summary  # not required for training
 
         return summary(unit_of(self._fpw_module))
 

@@ -1,4 +1,4 @@
-"""`Forwarding` connects a wrapper's dictionaries of parameters and buffers to those of the wrapped module."""
+"""`Forwarding` connects a wrapper's parameters and buffers to the dictionaries of the wrapped module."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fsdp.engine.unit import Unit
 
 
 class Forwarding(dict[str, Any]):
-    """The ``_parameters`` or ``_buffers`` of a wrapper: it lists none, and finds and sets those of the wrapped module.
+    """The ``_parameters`` or ``_buffers`` of a wrapper: an empty dict that reads and sets the wrapped module's entries.
 
-    So `torch.func.functional_call` puts tensors in their places through the wrapper.
+    For example, `torch.func.functional_call` can thus replace tensors through the wrapper.
     """
 
-    __slots__ = ("_kind", "_unit")  # an instance dictionary for each would be larger than the entries
+    __slots__ = ("_kind", "_unit")  # an instance dictionary would be larger than the entries
 
     def __init__(self, unit: Unit, kind: str) -> None:
         super().__init__()
@@ -42,6 +42,6 @@ class Forwarding(dict[str, Any]):
 
 
 def forward_entries(wrapper: nn.Module, unit: Unit) -> None:
-    """Make a wrapper find and set the parameters and buffers of its unit's module."""
+    """Replace a wrapper's dictionaries, so that it reads and sets the parameters and buffers of its unit's module."""
     for kind in ("_parameters", "_buffers"):
         wrapper.__dict__[kind] = Forwarding(unit, kind)

@@ -1,8 +1,8 @@
-"""Overrides of methods of modules inside a unit: casting, moving, freezing, calling and saving them.
+"""Overrides of module methods inside a unit, for casts, moves, freezing, calls and state dicts.
 
 `.to()`, `.half()` and `.cuda()` all call `nn.Module._apply`, which changes the parameters that a module lists. A
-unit's parameters are packed into vectors that can only be changed as a whole, so its modules get a different
-``_apply``. They also get a ``requires_grad_``, because the original would have no effect on a part of a flat
+unit's parameters are packed into vectors that can only be changed as a whole, so ``_apply`` of its modules is
+overridden. ``requires_grad_`` is overridden too, because the original method would have no effect on a part of a flat
 parameter.
 """
 
@@ -47,7 +47,7 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
             if module is not unit.module:
                 module.__dict__["requires_grad_"] = partial(_require_grad, unit, module)
                 if not (lists_parts or names_shards):
-                    # A bound method, because compilers look at the function of it.
+                    # A bound method, because compilers inspect its function.
                     module.__dict__["named_parameters"] = NamedParameters(unit, module).named_parameters
 
 
@@ -103,7 +103,7 @@ def _check_partial_state(unit: Unit, names_shards: bool, module: nn.Module, pref
 
 @contextmanager
 def unswapped() -> Iterator[None]:
-    """Keep the objects of parameters inside; torch may be set to swap each for another, which loses their shards."""
+    """Disable torch's option to swap parameters for new objects inside the context, because shards would be lost."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -120,10 +120,10 @@ class Conversions:
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
         if self.unit.request(Filling) is not None:
-            return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
+            return self._convert(fn, recurse)  # `to_empty` in an initialization, of temporary tensors
         if self.unit.request(Converting) is None:
             if _is_computing(self.unit) and self._keeps_all(fn):
-                return self._module  # models cast parts in their forward, to the dtype that they have
+                return self._module  # models cast modules in their forward, to the current dtype
             self._check(fn)
             if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
@@ -135,7 +135,7 @@ class Conversions:
         own, listed = self._module._parameters, dict(self._module._parameters)
         rows = [name for name, param in listed.items() if param is not None and is_ours(param) and is_dtensor(param)]
         for name in rows:
-            own.pop(name)  # torch would put other tensors in their place; they follow their shard
+            own.pop(name)  # torch would replace these tensors; they are updated with their shard instead
         try:
             with unswapped():
                 type(self._module)._apply(self._module, fn, recurse)
@@ -147,7 +147,7 @@ class Conversions:
         return self._module
 
     def _give_memory(self, fn: Conversion, recurse: bool) -> nn.Module:
-        """`to_empty` of a part of the unit: only its parameters and buffers get memory."""
+        """Run `to_empty` for a module inside the unit: only its parameters and buffers are allocated."""
         for handle in self.unit.visible_handles:
             handle.absorb()
         with serving([self.unit], Converting()):
@@ -156,14 +156,14 @@ class Conversions:
         return self._module
 
     def _reveal(self, handles: Iterable[FlatParamHandle], recurse: bool) -> None:
-        """Show the memory of the module's parameters without values."""
+        """List shard memory instead of meta tensors for the module's parameters without values."""
         inside = set(self._module.modules() if recurse else [self._module])
         for handle in handles:
             here = [slot for slot in handle.valueless if any(one.module in inside for one in handle.places[slot])]
             handle.listed.give_memory(here)
 
     def _keeps_all(self, fn: Conversion) -> bool:
-        """Return whether a conversion leaves every parameter and buffer as it is; flat parameters are not listed."""
+        """Return whether a conversion changes no parameter and no buffer, including flat parameters (not listed)."""
         listed = (*self._module.parameters(), *self._module.buffers())
         changes = any(_changes(handle, fn) for _, unit in units_in(self.unit) for handle in unit.visible_handles)
         return not changes and all(fn(tensor) is tensor for tensor in listed)
@@ -204,7 +204,7 @@ class Conversions:
         ]
         inside = set(self._module.modules()) if packed else set()
         for shard, packing, places in packed:
-            # Of their own dtype and of the bytes': `nn.Module.type` casts integers as well.
+            # Checked for the parameter's dtype and for the bytes, because `nn.Module.type` also casts integers.
             for dtype in (packing.dtype, shard.dtype) if any(place.module in inside for place in places) else ():
                 cast = fn(torch.empty(0, dtype=dtype, device=shard.device)).dtype
                 if cast != dtype:
@@ -218,7 +218,7 @@ class Conversions:
         for handle in handles:
             places = [place for used in handle.places for place in used]
             here = [place for place in places if place.module in inside]
-            # Casting alone what is a flat parameter of its own, and listed here, changes that flat parameter.
+            # If the module lists a flat parameter with this parameter only, a cast of the module changes it completely.
             listed = {entry[:2] for entry in handle.presentation.entries} if handle.orig_params is None else ()
             alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
             if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
@@ -229,25 +229,25 @@ class Conversions:
                 )
 
     def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
-        from fsdp.layers.verify import renew_fingerprints, settle_fingerprints  # of models that were not used yet
+        from fsdp.layers.verify import renew_fingerprints, settle_fingerprints  # for models before their first use
 
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
-        # A group has no module of its own, and is converted with what is around it.
+            return self._convert(fn, recurse)  # shards do not change, else `_check` has raised an error
+        # A `ModuleGroup` is not in the module tree, so it is converted together with the unit around it.
         inside = [each for _, each in units_in(unit) if isinstance(each.module, ModuleGroup)]
         units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
         tie_assigned(each for _, each in units_in(unit))
         for handle in (handle for each in units for handle in each.visible_handles):
             handle.absorb()
-            handle.listed.collect_gradients()  # they follow the shard's
+            handle.listed.collect_gradients()  # gradients are converted with the shard's gradient
             settle_fingerprints(handle)
-        around = fn.args[0] if isinstance(fn, partial) and fn.func is _convert_tensor else None  # which is converted
+        around = fn.args[0] if isinstance(fn, partial) and fn.func is _convert_tensor else None  # the enclosing unit
         if unit.runtime is not None and (around is None or around.runtime is not unit.runtime):
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
         gives_memory = self._gives_memory and _makes_memory(fn)
-        # Shards have memory already, with the values of modules that `to_empty` may not be called for.
+        # Shards are already allocated, and may contain values of modules for which `to_empty` is not called.
         keep = partial(torch.Tensor.to, device=device) if gives_memory else fn
         with serving(units, Converting()):
             self._convert(partial(_convert_tensor, unit, fn, gives_memory), recurse)
@@ -263,7 +263,7 @@ class Conversions:
 
 
 def _follow(unit: Unit, device: torch.device) -> None:
-    """Update a unit after its parameters were cast or moved, to compute on `device`."""
+    """Update a unit for computation on `device`, after its parameters were cast or moved."""
     unit.device = device
     unit.comm, unit.replicas = unit.comm.for_device(device), unit.replicas.for_device(device)
     unit.axes = unit.axes[0].for_device(device), unit.axes[1].for_device(device)
@@ -273,7 +273,7 @@ def _follow(unit: Unit, device: torch.device) -> None:
 
 
 def _require_grad(unit: Unit, module: nn.Module, requires_grad: bool = True) -> nn.Module:
-    """Override ``requires_grad_`` of a module in a unit."""
+    """Override of ``requires_grad_`` for a module in a unit."""
     inside = set(module.modules())
     for handle in unit.handles:
         here = [place for places in handle.places for place in places if place.module in inside]
@@ -289,7 +289,7 @@ def _require_grad(unit: Unit, module: nn.Module, requires_grad: bool = True) -> 
                 f"{unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
                 "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
             )
-    listing = module.__dict__.pop("named_parameters", None)  # which would warn where there is nothing to do
+    listing = module.__dict__.pop("named_parameters", None)  # it would warn without need
     try:
         return type(module).requires_grad_(module, requires_grad)
     finally:
@@ -298,7 +298,7 @@ def _require_grad(unit: Unit, module: nn.Module, requires_grad: bool = True) -> 
 
 
 class NamedParameters:
-    """The ``named_parameters`` of a module inside of a unit. Warns if a flat parameter contains all its parameters."""
+    """The ``named_parameters`` of a module inside a unit. Warns if a flat parameter contains all its parameters."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self.unit, self._module = unit, module
@@ -309,9 +309,9 @@ class NamedParameters:
             is_empty = False
             yield named
         hides = is_empty and self._hides(recurse=kwargs.get("recurse", args[1] if args[1:] else True))
-        # torch's functions for state dicts look through all modules, and then call `state_dict` of the wrapper.
+        # torch's functions for state dicts iterate over all modules, and then call `state_dict` of the wrapper.
         if hides and not is_called_from("torch.distributed.checkpoint.state_dict"):
-            # The same text for all modules, so that a loop over many of them is told once.
+            # The same text for all modules, so that a loop over many modules prints a single warning.
             asked_by_parameters = sys._getframe(1).f_code is nn.Module.parameters.__code__
             warnings.warn(
                 "a module inside of a FullyShardedDataParallel lists no parameters: they are parts of the flat "
@@ -322,7 +322,7 @@ class NamedParameters:
             )
 
     def _hides(self, *, recurse: bool) -> bool:
-        """Return whether the unit runs parameters of the module."""
+        """Return whether the unit manages parameters of the module."""
         inside = set(self._module.modules()) if recurse else {self._module}
         return any(place.module in inside for place in self.unit.places())
 
@@ -342,21 +342,21 @@ def _is_computing(unit: Unit) -> bool:
 
 
 def _makes_memory(fn: Conversion) -> bool:
-    """Return whether `fn` is the conversion of `to_empty`, which does not copy."""
+    """Return whether `fn` is the conversion of `to_empty`, which allocates without copying."""
     try:
         return not fn(torch.empty(0, device="meta")).is_meta
-    except RuntimeError:  # what is on the meta device cannot be copied
+    except RuntimeError:  # meta tensors cannot be copied to a device
         return False
 
 
 def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
     """Apply `fn`; offloaded tensors (shards, gradients) and tensors without values are cast, but not moved.
 
-    However, `to_empty` allocates memory for listed tensors without values. Gradients in a dtype of their own are moved,
-    but not cast.
+    However, `to_empty` allocates memory for listed tensors without values. Gradients with a separately configured dtype
+    are moved, but not cast.
     """
     if tensor.is_meta and gives_memory:
-        from fsdp.layers.deferred_init import note_empty  # a layer for parameters without values
+        from fsdp.layers.deferred_init import note_empty  # only for parameters without values
 
         return note_empty(fn(tensor))
     if tensor.is_meta:
@@ -373,7 +373,7 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
 
 
 def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
-    """Raise ValueError, or RuntimeError for a move, if the handle could not follow its shard after `fn`."""
+    """Raise ValueError, or RuntimeError for a move, if the handle does not support a shard converted by `fn`."""
     shard = handle.flat_param
     if any(shard.parts):
         check_device(handle.name, shard.parts, fn(torch.empty(0, device=handle.storage.device)).device)
@@ -388,11 +388,11 @@ def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
 
 
 def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
-    """Apply the conversion of `nn.Module._apply` to a shard that is not registered itself."""
+    """Apply the conversion of `nn.Module._apply` to a shard that no module lists."""
     if handle.orig_params is not None:
         shard = handle.flat_param
         with torch.no_grad():
-            grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
+            grad = None if shard.grad is None else fn(shard.grad)  # before it is unset: `fn` compares it with `grad`
             shard.grad = None
             shard.data = fn(shard)
             shard.grad = None if grad is None else grad.to(handle.kept_grad_dtype)
@@ -401,16 +401,16 @@ def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make another method of a wrapped module unshard and reshard like a call of the module.
+    """Register another method of a wrapped module to unshard and reshard the unit, like a call of the module.
 
-    Use it for methods that compute outside `forward`, such as ``model.encode(x)`` or ``model.decode(z)``. A
-    ``generate()`` that only calls the module does not need it. Inside the module's own forward the method is not
-    changed. Name and semantics are the same as in torch's function for `fully_shard`. Not collective, but call it on
-    every rank; the method itself is collective, like forward.
+    Use it for methods that compute outside `forward`, such as ``model.encode(x)`` or ``model.decode(z)``. It is not
+    required for a ``generate()`` that only calls the module. Inside the module's own forward the method is not changed.
+    Name and semantics are the same as in torch's function for `fully_shard`. Not collective, but call it on every
+    rank; the registered method is collective, like forward.
 
     Args:
         module: a `FullyShardedDataParallel`, the module that it wraps, or a module under `fully_shard`. Other modules
-            are not changed, so that a program can also run without sharding.
+            are not changed, so that the same program can run without sharding.
         method_name: the name of a method of the module.
 
     Raises:
@@ -428,7 +428,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _call_as_forward(unit: Unit, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a unit's module, which unshards, computes and reshards as calling the module does."""
+    """Call a method of a unit's module, and unshard and reshard the unit as in a call of the module."""
     method = MethodType(getattr(type(module), name), module)
     if unit.state is TrainingState.FORWARD and is_called(unit):
         return method(*args, **kwargs)

@@ -1,7 +1,4 @@
-"""`sync_module_states`: a module receives the values of rank 0 before it is sharded.
-
-Values are sent before sharding, one tensor at a time.
-"""
+"""`sync_module_states`: broadcasts the values of rank 0 to a module before it is sharded, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ def take_states_of_first(
 
     A rank needs no additional memory, or memory for the largest tensor if it is on a different device or not
     contiguous. Tensors on the meta device on ranks other than 0 are allocated on `device`; tensors on the meta device
-    of all ranks stay without values. The current parameters for `found` are returned. For `DTensor`s the local parts
-    are sent. Buffers of inner units and of ignored modules are not sent.
+    of all ranks stay without values. Of `DTensor`s, the local parts are sent. Buffers of inner units and of ignored
+    modules are not sent. Returns `found` with the current parameters.
 
     Raises:
-        RuntimeError: if the ranks have different parameters or buffers, with the first rank that differs; if rank 0
-            has no values, but another rank has.
+        RuntimeError: if the ranks have different parameters or buffers, with the first rank that differs; if another
+            rank has values of a tensor, but rank 0 does not.
     """
     listed = [_Listed(places[0].fqn, param, [place[:2] for place in places]) for param, places in found.items()]
     listed += _buffers(module, ignored)
@@ -69,7 +66,7 @@ class _Listed(NamedTuple):
     places: list[Place]
 
     def with_memory(self, device: torch.device) -> Any:
-        """Return the tensor, or a tensor on this device that takes its places if it is on the meta device."""
+        """Return the tensor; if it is on the meta device, replace it by a tensor on this device."""
         if not self.tensor.is_meta:
             return self.tensor
         made = Uninitialized(self.places, self.tensor)
@@ -78,7 +75,7 @@ class _Listed(NamedTuple):
 
 
 def _waiting(listed: Sequence[_Listed], ranks: Sequence[Communicator]) -> list[bool]:
-    """Collective. Return which tensors no rank has values of."""
+    """Collective. Return for each tensor whether it is without values on all ranks."""
     by_rank = from_everyone(ranks, bytes(one.tensor.is_meta for one in listed))
     waiting = [all(each) for each in zip(*by_rank, strict=True)]
     for one, waits, is_meta in zip(listed, waiting, by_rank[0], strict=True):

@@ -186,7 +186,7 @@ class Options:
         return max(0, int(min(self.bucket_cap_mb * 2**20, sys.maxsize)))  # infinity is no limit
 
     def device_for(self, params_are_on: torch.device) -> torch.device:
-        """Return the requested compute device; by default the device of the parameters before they are offloaded."""
+        """Return the requested device, else the parameters' device, or an accelerator if they are offloaded."""
         if isinstance(self.compute_device, torch.device):
             return self.compute_device
         if self.move_params_to_cpu and is_host(params_are_on):

@@ -1,7 +1,7 @@
-"""Methods of a module under `fully_shard` that read weights while they are sharded raise an error with the remedy.
+"""An error with a remedy for methods of a module under `fully_shard` that read weights while they are sharded.
 
-There, modules list `DTensor`s between passes. torch refuses to compute with such a weight and a plain tensor, and names
-neither. With a wrapper, placeholders raise the error (`fsdp.engine.placeholder`).
+These modules list `DTensor`s outside forward and backward. torch does not support computing with a `DTensor` and a
+plain tensor, and its error names neither. With a wrapper, placeholders raise the error (`fsdp.engine.placeholder`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def explain_methods(kind: type[Any]) -> type[Any]:
-    """Override public methods of a sharded module's class, so that they explain the placeholder's error.
+    """Override public methods of a sharded module's class, so that they add a remedy to torch's error.
 
-    Only methods of classes that define a forward are overridden, and ``generate``. Other methods of a library's base
+    Only ``generate`` and the methods of classes that define a forward are overridden. Other methods of a library's base
     class, such as ``transformers.PreTrainedModel``, do not compute, and may inspect their callers.
     """
     front, original = kind.__bases__
@@ -55,7 +55,7 @@ def _explained(kind: type[Any], name: str) -> Callable[..., Any]:
 
 
 def _sharded_weights(unit: Unit) -> dict[int, str]:
-    """Return the names of a unit's parameters that modules list as `DTensor`s, by their ids."""
+    """Return the names of a unit's parameters that modules list as `DTensor`s, by the parameters' ids."""
     sharded = (handle for handle in unit.visible_handles if handle.phase is not Phase.UNSHARDED)
     return {
         id(param): info.fqn
@@ -66,7 +66,7 @@ def _sharded_weights(unit: Unit) -> dict[int, str]:
 
 
 def _used(weights: dict[int, str], traceback: TracebackType | None) -> str | None:
-    """Return the weight that the innermost function of a traceback uses, if any."""
+    """Return the name of the weight used by the innermost function of a traceback, if any."""
     found = None
     while traceback is not None:
         at_hand = [weights[id(param)] for param in _params(traceback.tb_frame.f_locals) if id(param) in weights]

@@ -1,6 +1,6 @@
 """Requests describe the running operation on the state of units; see `Unit.request`.
 
-A unit has at most one request of each kind. The outermost unit decides how a state dict is created or loaded, for all
+A unit has at most one request of each kind. The outermost unit defines how a state dict is created or loaded, for all
 units.
 """
 
@@ -20,18 +20,18 @@ from fsdp.engine.unit import TrainingState, Unit, units_in
 
 
 class Progress:
-    """Ranks report errors of an operation to each other before each of its collectives, and at its end.
+    """Reports errors of an operation to the other ranks before each of its collectives, and at its end.
 
-    The walk over modules calls hooks and methods of the user, which may fail on a rank.
+    The iteration over modules calls hooks and methods of the user, which may fail on a single rank.
     """
 
     def __init__(self, ranks: Ranks, what: str) -> None:
         self.ranks = ranks
         self._what = what
-        self.is_over = False  # a rank failed, or all is done
+        self.is_over = False  # a rank failed, or the operation is complete
 
     def report(self, error: Exception | None = None, value: Any = None) -> list[Any]:
-        """Collective until it is over. Return the values of all ranks; raise as `told_by_all` if a rank has failed."""
+        """Collective until `is_over`. Return all ranks' values; raise the error of `told_by_all` if a rank failed."""
         if self.is_over:
             return []
 
@@ -47,7 +47,7 @@ class Progress:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Collective. Report at the end whether this rank has failed inside the context."""
+        """Collective. Report at the end whether this rank failed inside the context."""
         try:
             yield
         except CollectiveError:
@@ -60,25 +60,25 @@ class Progress:
 
 
 class FirstRank(Progress):
-    """The load of a state dict that only the first of several ranks has, which tells the others of its changes."""
+    """Progress of loading a state dict that only the first rank has. It sends its changes to the other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks, "load its state dict")
         self.is_here = number_among(ranks) == 0
 
     def serves(self, unit: Unit) -> bool:
-        """Return whether a unit's parameters are shared by just these ranks."""
+        """Return whether a unit is sharded and replicated over exactly these ranks."""
         return tuple(self.ranks) == unit.everyone
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A state dict is being taken."""
+    """A state dict is being created."""
 
-    progress: Progress  # of the ranks that hold a part of the outermost unit
-    dtype: torch.dtype | None  # of floating-point parameters; None leaves them in their own
-    device: torch.device | None  # of tensors; None leaves them where they are computed with
-    rank0_only: bool  # only the first of the ranks is to have it
+    progress: Progress  # of the ranks of the outermost unit
+    dtype: torch.dtype | None  # of floating-point parameters; None does not cast them
+    device: torch.device | None  # of tensors; None means the compute device
+    rank0_only: bool  # only the first rank receives the state dict
 
     @property
     def ranks(self) -> Ranks:
@@ -86,11 +86,11 @@ class Saving:
 
     @property
     def is_here(self) -> bool:
-        """Return whether this rank is to have it."""
+        """Return whether this rank receives the state dict."""
         return not self.rank0_only or number_among(self.ranks) == 0
 
     def check(self, keep_vars: bool) -> None:
-        """Raise ValueError for a dtype that parameters cannot be cast to."""
+        """Raise ValueError for a dtype to which parameters cannot be cast."""
         if self.dtype is not None:
             check_dtype("dtype", self.dtype)
             if keep_vars:
@@ -98,11 +98,11 @@ class Saving:
 
 
 class Exporting:
-    """The state dict of the unit itself is being created, rather than an enclosing unit's."""
+    """The state dict of this unit is being created, instead of an enclosing unit's."""
 
 
 class LocalState:
-    """State dicts are of the shards."""
+    """State dicts contain this rank's shards."""
 
 
 class ShardedState:
@@ -110,7 +110,7 @@ class ShardedState:
 
 
 class Filling:
-    """Modules give their parameters first values."""
+    """Modules initialize their parameters."""
 
 
 class Converting:
@@ -121,11 +121,11 @@ class Converting:
 class LoadPass:
     """A state dict is being loaded."""
 
-    read: frozenset[Unit] | None = None  # units whose values may be read by it; None if it only copies
-    source: FirstRank | None = None  # the first rank, if only that one has the values
+    read: frozenset[Unit] | None = None  # units whose values the load may read; None if it only copies
+    source: FirstRank | None = None  # the first rank, if only this rank has the values
 
     def source_of(self, unit: Unit) -> FirstRank | None:
-        """Return the rank that alone has the values of a unit's parameters; None if every rank has them."""
+        """Return the only rank with the values of a unit's parameters; None if every rank has them."""
         return self.source if self.source is not None and self.source.serves(unit) else None
 
 
@@ -133,14 +133,14 @@ class LoadPass:
 class Summoning:
     """Parameters are summoned."""
 
-    keeps_changes: bool  # they are sharded again with what was changed
-    with_grads: bool  # unsharded gradients are shown
-    rank0_only: bool  # only the first rank has them
-    on_host: bool  # they are in host memory
+    keeps_changes: bool  # changed values are stored in the shards
+    with_grads: bool  # the parameters have unsharded gradients
+    rank0_only: bool  # only the first rank lists unsharded parameters
+    on_host: bool  # unsharded parameters are in host memory
 
     @property
     def described(self) -> str:
-        """The arguments, as a user gives them."""
+        """The arguments of `summon_full_params`."""
         return (
             f"volatile={not self.keeps_changes}, rank0_only={self.rank0_only}, with_grads={self.with_grads}, "
             f"offload_to_cpu={self.on_host}"
@@ -185,7 +185,7 @@ def saving(root: Unit, form: Saving) -> Iterator[Saving]:
 
 @contextmanager
 def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
-    """Set a request on the units while the context is active, in place of another request of the same kind."""
+    """Set a request on the units inside the context, replacing another request of the same kind."""
     kind = type(request)
     outer = {unit: unit.requests.get(kind) for unit in units}
     for unit in outer:
@@ -200,7 +200,7 @@ def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
 
 
 def require_shards(units: Iterable[Unit], what: str) -> None:
-    """Raise RuntimeError inside a forward or backward, and where the modules of a unit show no shards."""
+    """Raise RuntimeError inside a forward or backward, and if the modules of a unit do not list shards."""
     for unit in units:
         unit.require_idle(what)
         is_shown = any(handle.presentation.is_exposed for handle in unit.visible_handles)  # by another unit

@@ -3,9 +3,9 @@
 To save, torch iterates over modules whose parameters are unsharded. To load, torch iterates over modules with
 `LoadTarget`s, which record the values copied into them; when the state dicts fit on all ranks, each rank stores its
 shards of the values. So a state dict that does not fit changes no value, and loading neither gathers nor copies
-unsharded parameters. Modules with load hooks or methods that might read or write values cannot be loaded in this way:
-if the tree has such a module, units are loaded one after the other, and values that were loaded before an error stay,
-as in torch.
+unsharded parameters. Modules with load hooks or methods that might read or write values do not support this. If the
+tree contains such a module, units are loaded one after the other, and values that were loaded before an error are
+kept, as in torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def ensure_agreed(root: Unit) -> None:
 
 
 def ensure_same_values(root: Unit) -> None:
-    """Collective the first time. The ranks compare the values that they were wrapped with, before these are read."""
+    """Collective the first time. Compare the values with which the ranks were wrapped, before the values are read."""
     if root.state is not TrainingState.SUMMON_FULL_PARAMS:
         agree_on_values(units_in(root))
 
@@ -96,7 +96,7 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
         return state
 
     is_outermost = unit.request(Saving) is None
-    if unit.request(ShardedState):  # nothing is to be gathered
+    if unit.request(ShardedState):  # without an all-gather
         return between_hooks(
             partial(unit.module.state_dict, destination=destination, prefix=prefix, keep_vars=keep_vars)
         )
@@ -136,14 +136,14 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     On ranks that do not receive the state, tensors are on the meta device.
     """
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
-    # Exposed parameters are copies; buffers, and parameters that are ignored or were summoned, are not.
+    # Exposed parameters are copies; buffers, ignored parameters and summoned parameters are not.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
     before = 0 if destination is None else len(destination)
     at_first = form.rank0_only and tuple(form.ranks) == unit.everyone
     with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, at_first, form.device))):
         with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        # The unit's keys are the last ones: looking at those of all units for each unit would take long.
+        # The unit's keys are last. Iterating over the keys of all units for each unit would be slow.
         count = max(0, len(state) - before) if state is destination else len(state)
         last = reversed(list(islice(reversed(state), count)))
         keys = [key for key in last if key.startswith(prefix) and isinstance(state[key], Tensor)]
@@ -159,7 +159,7 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
             for key in keys:
                 value = state[key]
                 if value.data_ptr() not in left:
-                    if type(value) not in (Tensor, nn.Parameter):  # a class of its own, and so a copy already
+                    if type(value) not in (Tensor, nn.Parameter):  # a tensor subclass, which is a copy already
                         state[key] = value.to(form.device) if form.device else value
                         continue
                     wanted = form.dtype if key in params and value.is_floating_point() else None
@@ -175,7 +175,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str, keys: Iterable[str]) -> None:
-    """Collective over their meshes. Put plain tensors in the place of `DTensor`s at these keys, tied ones once."""
+    """Collective over their meshes. Replace `DTensor`s at these keys by unsharded tensors, tied `DTensor`s once."""
     for handle in unit.handles:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
@@ -194,10 +194,10 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
 def load_full(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
-    """Collective. Load an unsharded state dict into a wrapper by torch's `walk`.
+    """Collective. Load an unsharded state dict into a wrapper using torch's `walk`.
 
-    If the state dict does not fit on any rank, all ranks raise an error, and all values are unchanged, unless modules
-    have custom load hooks or methods. With `rank0_only`, only the first rank's state dict counts.
+    If the state dict of any rank does not fit, all ranks raise an error, and all values are unchanged, unless modules
+    have custom load hooks or methods. With `rank0_only`, only the first rank's state dict is used.
     """
     source = FirstRank(unit.everyone) if rank0_only else None
     if isinstance(state_dict, Mapping):
@@ -260,8 +260,8 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
 def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
     """Collective. Return a description of the difference if samples of the ranks' state dicts differ; else "".
 
-    A parameter that only some ranks have, with ``strict=False``, is a difference too. Ranks without a common unit may
-    differ: experts that are units with separate groups have other values on each rank.
+    A parameter that only some ranks load, with ``strict=False``, is a difference too. Ranks without a common unit may
+    differ: for example, experts in units with separate groups have different values on each rank.
     """
     loaded: dict[tuple[Communicator, Communicator], dict[str, int]] = {}
     for name, each in units_in(unit):
@@ -272,7 +272,7 @@ def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
                 value = found.get((handle, slot))
                 key = join("" if each is unit else name, places[0].fqn)
                 numbers[key] = NOT_WRITTEN if value is None else _sample_of(value, handle.flat_param.packings[slot])
-    # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
+    # All groups are compared before an error is raised, because ranks of the next groups may have no error here.
     problems = [difference_of_written(ranks, written) for ranks, written in loaded.items()]
     return next(filter(None, problems), "")
 
@@ -282,7 +282,7 @@ def _sample_of(value: Tensor, packing: Any) -> int:
 
 
 def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
-    """Collective. Return the result of `job`, if it raises on no rank."""
+    """Collective. Return the result of `job` if it succeeds on all ranks."""
     if source is None:
         return done_by_all([unit.everyone], "load its state dict", job)
     with source.reported():
@@ -305,7 +305,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Return True if a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
+    """Return True if a module has a load hook or method that belongs neither to torch nor to this library."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return any(_is_users(getattr(one, "hook", one)) for one in (*hooks, module._load_from_state_dict))
 
@@ -319,7 +319,7 @@ def _is_users(function: Any) -> bool:
 
 
 def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any) -> Mapping[str, Any]:
-    """Collective. Return the first rank's state dict, on other ranks with sharded parameters on the meta device.
+    """Collective. Return the first rank's state dict; sharded parameters are on the meta device on other ranks.
 
     Buffers and other values are sent one after the other; sharded parameters are sent when their units are loaded.
     """
@@ -358,7 +358,7 @@ def _recording(unit: Unit, form: LoadPass) -> Exposure:
     is_here = source is None or source.is_here
 
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
-        if is_here:  # other ranks get shapes
+        if is_here:  # other ranks only receive shapes
             _refuse_meta(value)
         if is_here and (packing := handle.flat_param.packings[slot]) is not None:
             packing.check(value)
@@ -376,15 +376,15 @@ def _refuse_meta(value: Tensor) -> None:
 
 
 class _Rest(NamedTuple):
-    """A record of the values that a load would write, apart from sharded parameters."""
+    """A record of the values that a load would write, except for sharded parameters."""
 
-    tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
+    tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # the module's dictionary, the name and the target
     extra: list[tuple[nn.Module, Any]]
 
 
 @contextmanager
 def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
-    """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
+    """Replace unsharded tensors in the modules by targets inside the context, and record extra state."""
     targets, modules = dict[int, LoadTarget](), list(modules)
     before = [entry for module in modules for entry in beside_ours(module) if not isinstance(entry[2], LoadTarget)]
 
@@ -410,14 +410,14 @@ def _try(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
-    """Cast buffers to the dtype in which they are saved, and allocate memory for tensors without values."""
+    """Cast buffers to the dtype in which they are saved, and allocate memory for tensors without values, inside."""
     with memory_to_load_into(units), buffers_in_own_precision(units):
         yield
 
 
 @contextmanager
 def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
-    """Cast buffers from the dtype of computation to the dtype in which they are saved; an `Exposure` has done so."""
+    """Cast buffers from the compute dtype to the dtype in which they are saved, unless an `Exposure` has cast them."""
     cast = [unit for unit in units if unit.state is not TrainingState.SUMMON_FULL_PARAMS]
     try:
         for unit in cast:
@@ -429,7 +429,7 @@ def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None) -> None:
-    """Store the recorded values. Collective if only the first rank has them."""
+    """Store the recorded values. Collective if only the first rank has values."""
     if source is not None and (source.is_over or not source.is_here):
         values = {}
     store(values)
@@ -447,10 +447,10 @@ def _tell(
 
 @contextmanager
 def loading_in_place(unit: Unit) -> Iterator[None]:
-    """Collective, unless a load around it is recorded. Let torch load into the unit's parameters inside."""
+    """Collective, unless an enclosing load is recorded. Make the unit's parameters loadable inside the context."""
     form = unit.request(LoadPass)
     with ExitStack() as stack:
-        if form is None:  # it is loaded through a module around it, or inside of it
+        if form is None:  # the user loads a module inside or around the wrapper
             ensure_agreed(unit)
             form = LoadPass(read=_agree_to_read(unit, unit.module))
             stack.enter_context(serving([each for _, each in units_in(unit)], form))
@@ -481,7 +481,7 @@ def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
 
 
 def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:
-    """Store the values of a load that could read them. If only the first rank has them, all ranks raise its error."""
+    """Store the values of a load that could read them. If only the first rank has values, all ranks raise its error."""
     written = set(exposure.changed())
     kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
 
@@ -507,7 +507,7 @@ def require_mapping(state_dict: Any) -> None:
 
 
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
-    """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    """Return a shallow copy with version metadata under wrapped names too, as torch expects for this module tree."""
     require_mapping(state_dict)
     copied = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
@@ -523,7 +523,7 @@ def explain(
     state_dict: Mapping[str, Any],
     problem_of: Callable[[Mapping[str, Any]], str] = wrapped_problem,
 ) -> None:
-    """Add a remedy to an error of loading into a module (`plain`), where the state tells what has led to it."""
+    """Add a remedy to an error of loading into a module (`plain`) if the keys of the state reveal the cause."""
     if not isinstance(error, RuntimeError):
         return
     problem = problem_of(state_dict)
@@ -535,7 +535,7 @@ def explain(
 
 
 def _problem_of_wrapper(state_dict: Mapping[str, Any]) -> str:
-    """Return as `wrapped_problem`, also for what torch's ``set_model_state_dict`` passes to a wrapper."""
+    """Return the result of `wrapped_problem`, or a remedy for arguments from torch's ``set_model_state_dict``."""
     if not state_dict:
         return (
             "the state dict is empty on this rank. If only the first rank has it, call "

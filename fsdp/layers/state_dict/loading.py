@@ -1,4 +1,4 @@
-"""`Loading` lets ``load_state_dict`` of a wrapper, or of a module around or inside of it, load unsharded values."""
+"""`Loading` loads unsharded values in ``load_state_dict`` of a wrapper, or of a module around or inside it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _adds_path_parts: ContextVar[bool] = ContextVar("_adds_path_parts", default=True
 
 @contextmanager
 def no_pre_load_state_dict_hook() -> Iterator[None]:
-    """Inside, ``load_state_dict`` takes raw names only, with the wrappers' path parts, and adds none to plain ones.
+    """Make ``load_state_dict`` accept only raw names inside the context, which include the wrappers' path parts.
 
-    For a state dict that no wrapper made, such as ``dict(model.named_parameters())`` of a tool that knows them. Keys
-    with path parts are taken as they are outside of it as well. FairScale's name.
+    Use it for a state dict that was not created by a wrapper, for example ``dict(model.named_parameters())``. Outside
+    the context, raw names are accepted as well, and path parts are added to plain names. FairScale's name.
     """
     token = _adds_path_parts.set(False)
     try:
@@ -33,24 +33,24 @@ def no_pre_load_state_dict_hook() -> Iterator[None]:
 
 
 class Loading:
-    """Lets `nn.Module.load_state_dict` load a wrapped module like an unwrapped module, a unit at a time.
+    """Hooks with which `nn.Module.load_state_dict` loads a wrapped module like an unwrapped module, unit by unit.
 
     torch iterates over the module tree and loads each module from the keys under its path. At the beginning of a
-    wrapper, the keys get the path parts of the wrapper. At the beginning of a wrapper, or of a module of its unit that
-    is loaded by itself, the unit's parameters are exposed, unless the complete load is recorded; at the end they are
-    sharded again.
+    wrapper, the wrapper's path parts are added to the keys. At the beginning of a wrapper, or of a separately loaded
+    module of its unit, the unit's parameters are exposed, unless the complete load is recorded. At the end they are
+    resharded.
     """
 
     def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
         self._unit = unit
         self._entered: nn.Module | None = None
-        self._exit: ExitStack | None = None  # ends what began when that was entered
+        self._exit: ExitStack | None = None  # the contexts that were entered with that module
         wrapper.register_load_state_dict_post_hook(self._end)
         listing = {place.module for handle in unit.handles for used in handle.places for place in used}
         for module in own_modules(unit.module):
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no such hooks, and has no parameters of the unit
-            # Wrappers of inner units list no parameters of this one, as a rule.
+                continue  # does not support such hooks, and contains no parameters of the unit
+            # Wrappers of inner units usually list no parameters of this unit.
             if module in listing or {FSDP_PART, FLATTEN_PART}.isdisjoint(module._modules):
                 unit.hooks += [
                     module.register_load_state_dict_pre_hook(self._enter),
@@ -58,7 +58,7 @@ class Loading:
                 ]
 
     def begin(self, wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """The wrapper takes its part of a state dict, as the first module of the unit."""
+        """Begin the load of the unit at its first module, the wrapper."""
         self._add_path_parts(state_dict, prefix, *rest)
         self._enter(wrapper, state_dict, prefix, *rest)
 
@@ -68,7 +68,7 @@ class Loading:
 
     def _add_path_parts(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         *_, missing, unexpected, self._error_msgs = rest
-        # What modules outside of this one have reported: theirs are to clean, and they may be many.
+        # Keys and errors of modules outside are not cleaned here: they may be many, and their own hooks clean them.
         self._known = len(missing), len(unexpected), len(self._error_msgs)
         inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
         for key in [key for key in state_dict if key.startswith(prefix)] if _adds_path_parts.get() else ():
@@ -77,7 +77,7 @@ class Loading:
 
     def _clean(self, incompatible: object) -> None:
         if not _adds_path_parts.get():
-            return  # or a key without its path parts would be called missing and unexpected by the same name
+            return  # otherwise a key without path parts would be missing and unexpected under the same name
         lists = incompatible.missing_keys, incompatible.unexpected_keys  # type: ignore[attr-defined]
         for keys, known in zip(lists, self._known, strict=False):
             keys[known:] = [clean_name(key) for key in keys[known:]]
@@ -85,11 +85,11 @@ class Loading:
         self._error_msgs[known:] = [clean_text(message) for message in self._error_msgs[known:]]
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
-        # Otherwise the shards are loaded already, or what is to be written is listed.
+        # Otherwise shards are loaded, or the modules already list the parameters to be written.
         if not self._unit.request(LocalState) and self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
             self._expose(module)
         if any(any(handle.flat_param.packings) for handle in self._unit.visible_handles):
-            from fsdp.layers.packed_params import join_loaded  # for quantised and integer parameters
+            from fsdp.layers.packed_params import join_loaded  # only for quantised and integer parameters
 
             join_loaded(self._unit, module, *rest)
         spread_loaded(module, *rest)
@@ -99,7 +99,7 @@ class Loading:
         if unit.runtime is not None:
             unit.runtime.ensure_idle("load a state dict")
         self._entered, unit.unfinished_load = module, self.close
-        from fsdp.layers.state_dict.full import loading_in_place  # which nothing but a load needs
+        from fsdp.layers.state_dict.full import loading_in_place  # only for a load
 
         self._exit = self._exit or ExitStack()
         self._exit.enter_context(loading_in_place(unit))
@@ -109,7 +109,7 @@ class Loading:
             self.close()
 
     def close(self) -> None:
-        """Shard the parameters that are still exposed, even after an exception."""
+        """Reshard the parameters that are still exposed, even after an exception."""
         self._unit.unfinished_load = self._entered = None
         opened, self._exit = self._exit, None
         if opened is not None:

@@ -1,4 +1,4 @@
-"""Local state dicts: a rank's shards, their metadata for consolidation, and their loading, without other ranks.
+"""Local state dicts: a rank's shards, their metadata for consolidation, and loading, without communication.
 
 A local state dict is the result of `nn.Module.state_dict` without a gather: modules list their shards, under the names
 of FairScale's flat parameters. Loading has two steps. First, all keys are compared, and no value changes; then shards
@@ -29,7 +29,7 @@ from fsdp.layers.state_requests import LocalState, require_shards, serving
 
 _NAMED = 5  # in messages
 _EXTRA = "_extra_state"
-_MARK = "fsdp_shard"  # in a state dict's own metadata of a unit's module: which shard of how many it has
+_MARK = "fsdp_shard"  # key in a state dict's metadata for a unit's module, with the rank and the number of ranks
 _REMEDY = (
     "A shard fits the same rank of as many ranks, in a model that is wrapped alike. For others, consolidate the shards "
     "of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use load_state_dict."
@@ -37,7 +37,7 @@ _REMEDY = (
 
 
 def _members_in(wrapper: nn.Module) -> dict[Unit, str]:
-    """Return the units of this wrapper and of the wrappers inside, with their paths from it as plain names."""
+    """Return the units of this wrapper and of inner wrappers, with their paths relative to it as plain names."""
     named = ((clean_name(path), unit_of_wrapper(module)) for path, module in wrapper.named_modules())
     return {unit: path for path, unit in named if unit is not None}
 
@@ -48,15 +48,15 @@ def _title(unit: Unit, path: str) -> str:
 
 @contextmanager
 def local(root: Unit, what: str) -> Iterator[None]:
-    """State dicts of all units inside are of shards."""
-    if root.request(LocalState):  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+    """Inside the context, state dicts of all units of the tree contain shards."""
+    if root.request(LocalState):  # this state is part of an enclosing unit's state, perhaps in a subclass
         yield
         return
     units = [unit for _, unit in units_in(root)]
     require_shards(units, what)
     settle_shares(root, all_inside=False)
     for handle in _handles(units):
-        handle.absorb()  # what users have put in the places of parameters belongs to the shards
+        handle.absorb()  # tensors that users have assigned to parameters are stored in the shards
         handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
         handle.storage.check_readable(handle.name)
     with serving(units, LocalState()):
@@ -64,7 +64,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
 
 
 def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Return the `state_dict` of a unit's module inside `local`: shards, under the names that modules list them by."""
+    """Return the `state_dict` of a unit's module inside `local`: shards, under the names that modules list."""
     with stored_buffers([unit]):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     metadata = getattr(state, "_metadata", None)
@@ -74,14 +74,14 @@ def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> A
 
 
 def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
-    """Return which shard of how many the unit at `path` (a plain name) has in a local state dict; None if unknown."""
+    """Return the rank and world size of the unit at `path` (a plain name) in a local state dict; None if unknown."""
     metadata = getattr(state_dict, "_metadata", None) or {}
     found = metadata.get(path, {}).get(_MARK)
     return None if found is None else tuple(found)
 
 
 def local_metadata(root: nn.Module) -> dict[str, Any]:
-    """Return the metadata of this rank's shards for `consolidate`, in FairScale's format, of the outermost wrapper."""
+    """Return the metadata of an outermost wrapper's shards on this rank, in FairScale's format for `consolidate`."""
     paths, members = paths_in(root), _members_in(root)
     outermost = next(iter(members))
     entries = [_entry(unit, path, outermost) for unit, path in members.items()]
@@ -106,7 +106,7 @@ def _entry(unit: Unit, path: str, outermost: Unit) -> dict[str, Any]:
             f"{_title(unit, path)}: {problem}, which FairScale's format does not have. Save state_dict() instead, "
             "which is unsharded on every rank; local_state_dict() by itself is loaded again by the same ranks."
         )
-    # Shards are consolidated from the ranks of a unit that have the first of all ranks, where ranks are known.
+    # Only the group of a unit's ranks that contains the first rank is consolidated, if ranks are known.
     first, ranks = min(outermost.ranks, default=None), unit.comm.ranks
     is_counted = first is None or not ranks or first in ranks
     params: dict[str, dict[str, Any]] = {}
@@ -135,7 +135,7 @@ def _beyond_fairscale(unit: Unit) -> Iterator[str]:
 def _backings(handle: FlatParamHandle, is_flat: bool, is_counted: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the names under which modules list a handle's parameters, with the contents of each."""
     slots, rank = handle.layout.slots, handle.comm.rank
-    # Each by itself: gaps between the parameters of a vector cannot be said. Local shards have no padding.
+    # Each parameter separately: the format does not support gaps in a vector. Local shards have no padding.
     groups = [slots] if handle.orig_params is None else [(slot,) for slot in slots]
     for number, group in enumerate(groups):
         listed = handle.listed.param_of(number)
@@ -154,7 +154,7 @@ def _backings(handle: FlatParamHandle, is_flat: bool, is_counted: bool) -> Itera
 
 
 def _entries(root: nn.Module) -> dict[str, Tensor | None]:
-    """Return the saved tensors of modules by plain name: shards, local shards, other tensors; None for extra state."""
+    """Return the saved tensors of modules by plain name (shards, local shards, other tensors); None for extra state."""
     found: dict[str, Tensor | None] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         path = clean_name(path)
@@ -261,14 +261,14 @@ class LocalLoad:
         for handle in self._handles.values():
             handle.storage.check(handle.name)
         for handle in self._handles.values():
-            handle.values.touch()  # also where nothing is given: other ranks may be given something
-        done: set[int] = set()  # tied parameters have several names
+            handle.values.touch()  # even if this rank loads no value, because other ranks may
+        done: set[int] = set()  # tied parameters have multiple names
         for key, own in self._shards.items():
             if key in self._values and id(own) not in done:
                 done.add(id(own))
                 handle = self._handle(own)
                 shards = handle.orig_params.params if handle.orig_params is not None else []
-                slot = next((slot for slot, each in enumerate(shards) if each is own), None)  # None: the flat one
+                slot = next((slot for slot, each in enumerate(shards) if each is own), None)  # None: flat parameter
                 handle.values.fill_local(self._values[key], slot)
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):
@@ -277,7 +277,7 @@ class LocalLoad:
             result = nn.Module.load_state_dict(self._root, with_wrapped_metadata(rest, self._root), strict=False)
         missing = [key for key in self._shards if key not in self._values]
         result.missing_keys[:] = [*missing, *(key for key in result.missing_keys if key not in self._shards)]
-        if self._strict and (result.missing_keys or result.unexpected_keys):  # of modules that load in their own way
+        if self._strict and (result.missing_keys or result.unexpected_keys):  # from modules with custom load methods
             self._refuse([f"missing keys {result.missing_keys}, unexpected keys {result.unexpected_keys}"])
         return result
 
@@ -288,6 +288,6 @@ def _fits(value: Tensor, own: Tensor) -> bool:
 
 
 def _handles(units: Iterable[Unit]) -> list[FlatParamHandle]:
-    """Return all handles that a tree's modules list, whichever unit runs them."""
+    """Return all handles whose parameters a tree's modules list, regardless of the unit that runs them."""
     listed = [(*unit.owned_handles, *unit.borrowed_handles, *unit.handles) for unit in units]
     return list(dict.fromkeys(handle for handles in listed for handle in handles))

@@ -1,6 +1,6 @@
 """A warning about writes to the tensors of a full state dict. These are copies: the model does not change.
 
-Unsharded models, and those under `fully_shard`, list their own memory in a state dict, so averages of weights and
+State dicts of unsharded models, and of models under `fully_shard`, share the model's memory, so averages of weights and
 partial loads write to it. In a copy, such a write is lost unless the state dict is saved or loaded elsewhere, which
 the library cannot detect. The user is warned when a modified tensor is freed and no sharded model has loaded it.
 """
@@ -21,7 +21,7 @@ class _Copies:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.is_silent = False  # a sharded model has loaded a tensor of it, or the user was warned
+        self.is_silent = False  # a sharded model has loaded one of the tensors, or the user was warned
 
 
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -1,7 +1,7 @@
 """`materialize` initializes parameters and buffers without values, unit by unit and module by module.
 
-A unit's modules list its parameters as ordinary tensors in new memory, without a gather; each module initializes the
-tensors directly in it; then each rank copies its shard, and the memory is freed before the next unit.
+A unit's modules list its parameters as ordinary tensors in new memory, without a gather. Each module initializes its
+direct parameters and buffers; then each rank copies its shard, and the memory is freed before the next unit.
 
 Children are initialized before their parents, as in constructors, so a module can change the values of its children
 (torch's attention zeroes the bias of its projection). A tied parameter is initialized once, by the first of its
@@ -33,36 +33,36 @@ from fsdp.layers.state_requests import Filling, require_shards, serving
 ParamInit = Callable[[nn.Module], object]
 Lacks = list[Uninitialized]
 
-# The second is what torch's own attention has, and models that follow it.
+# The second name is used by torch's attention, and by models with the same convention.
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
-@torch.inference_mode(False)  # or the values could not be trained
+@torch.inference_mode(False)  # otherwise the values could not be trained
 @during("fsdp.materialize()")
 def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, seed: int | None = None) -> None:
     """Initialize all parameters and buffers of a model without values, as created on the meta device.
 
-    Call it on every rank, with the same arguments, before the first use; the ranks do not communicate. A single unit
-    is unsharded at a time, on the unit's compute device. The function accepts any tree of modules, with or without
-    units; tensors outside units are created on the device of the units, or on the default device. Parameters and
-    buffers with values, loaded from a file for example, keep them.
+    Call it on every rank, with the same arguments, before the first use; the ranks do not communicate. Memory for a
+    single unit at a time is allocated on the unit's compute device. The function supports any tree of modules, with or
+    without units; tensors outside units are created on the device of the units, or on the default device. Existing
+    values of parameters and buffers, for example loaded from a file, are kept.
 
     Each module that has parameters or buffers without values *directly* in it is initialized once, children before
-    parents. `param_init_fn` is called with the module; without it, the module's method ``reset_parameters()`` (or
+    parents, by `param_init_fn`, or by default by the module's method ``reset_parameters()`` (or
     ``_reset_parameters()``, as in `nn.MultiheadAttention`). The function may write in place, or assign new parameters
     of the same shape.
 
     Args:
         model: the outermost module; it may be unwrapped.
-        param_init_fn: initializes the tensors directly in the module that it receives. Their memory is allocated, so a
-            call of ``to_empty`` is unnecessary; if it calls it, then with ``recurse=False``.
-        seed: the seed of the values. torch's generators are seeded for each module by this number and the module's
-            plain name in `model`. So values are independent of the number of ranks, of the wrapped modules and of the
-            order; they depend on the type of device. The states of the generators are restored. With None, the values
-            come from the current states, which must be the same on every rank.
+        param_init_fn: function that initializes the tensors directly in a given module. Their memory is already
+            allocated, so ``to_empty`` is not required; if called, use ``recurse=False``.
+        seed: the seed of the values. torch's generators are seeded for each module from this number and the module's
+            plain name in `model`. So values depend on the type of device, but not on the number of ranks, the wrapped
+            modules or the order. The generators' states are restored. If None (the default), the current states are
+            used, which must be the same on every rank.
 
     Raises:
-        RuntimeError: for a module that has no method to initialize it, or leaves a tensor without values; inside a
+        RuntimeError: for a module without an initialization method, or that leaves a tensor without values; inside a
             forward or backward, or `summon_full_params`.
         ValueError: for a part of a unit, or a new value with another shape.
         TypeError: if `param_init_fn` is not callable, or `seed` is not an integer.
@@ -80,7 +80,7 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
 
 @torch.inference_mode(False)
 def materialize_unit(unit: Unit, param_init_fn: ParamInit) -> None:
-    """Run `materialize` for a unit's own modules, without those in units inside of it."""
+    """Run `materialize` for a unit's modules, without the modules of inner units."""
     _Materializing(unit.module, param_init_fn, None).fill_unit(unit)
 
 
@@ -94,9 +94,9 @@ class _Materializing:
         self._units = units_of(self._order)
         require_shards(self._units, "materialize")
         self._device = _device_beside(model, self._units)
-        self._filled: dict[nn.Module, Lacks] = {}  # what was filled and modules see, by the module that did it
-        self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
-        self._lacks: dict[nn.Module, Lacks] = {}  # by the module that is to initialise them
+        self._filled: dict[nn.Module, Lacks] = {}  # initialized tensors in the modules, by the initializing module
+        self._scratch: set[int] = set()  # ids of temporary parameters, in place of parameters with values
+        self._lacks: dict[nn.Module, Lacks] = {}  # tensors without values, by the module that initializes them
         numbers = self._numbers = {module: number for number, module in enumerate(self._order)}
         for lack in _lacks_in(self._order, self._units):
             lack.places.sort(key=lambda place: numbers.get(place[0], len(numbers)))
@@ -124,7 +124,7 @@ class _Materializing:
         wanted = {(lack.handle, lack.slot) for lacks in found.values() for lack in lacks}
         if not wanted:
             return
-        # Modules see memory in the place of all parameters, and only values of those wanted are kept.
+        # Modules list new memory in place of all parameters, but only the values of wanted parameters are stored.
         memory = {one: as_modules_see(one, blanks(one, one.storage.device)) for one in hidden_handles(unit)}
         for handle, tensors in memory.items():
             for slot, tensor in enumerate(tensors):
@@ -145,7 +145,7 @@ class _Materializing:
             finally:
                 exposure.close(keep if is_filled else None)
         for module, lacks in found.items():
-            self._filled[module] = [lack for lack in lacks if lack.handle is None]  # the others are sharded now
+            self._filled[module] = [lack for lack in lacks if lack.handle is None]  # parameters are sharded now
         return_freed_memory()
 
     def _fill_module(self, module: nn.Module, lacks: Lacks, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class _Materializing:
             for lack in lacks:
                 _require_filled(lack, text)
             moved = [lack.places[0][1] for lack, address in before if _address(lack) != address]
-            if moved:  # without values, most likely
+            if moved:  # probably without values
                 raise RuntimeError(
                     f"{text}: its initialisation gave other memory to parameters or buffers of modules inside of it, "
                     f"which had their values: {', '.join(moved)}. Initialise what is directly in the module, and call "
@@ -197,7 +197,7 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
 
 def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
-    """Return the device for tensors outside units: of the units, or of other values, or the default device."""
+    """Return the device for tensors outside units: the device of units, of other values, or the default device."""
     devices = [unit.device for unit in units]
     devices += [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     devices += [device for device in (torch.get_default_device(),) if device.type != "meta"]
@@ -219,7 +219,7 @@ def _lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[U
     """Yield all tensors without values: parameters of the units, and tensors that the modules list."""
     for unit in units:
         for handle in unit.owned_handles:
-            handle.absorb()  # what users have assigned has values
+            handle.absorb()  # tensors that users have assigned have values
             for slot in sorted(handle.valueless):
                 places = [(place.module, place.name) for place in handle.places[slot]]
                 yield Uninitialized(places, None, handle, slot)
@@ -252,7 +252,7 @@ def _require_filled(lack: Uninitialized, module: str) -> None:
 
 @contextmanager
 def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
-    """Start torch's generators from a number made of `seed` and a module's name, and put them back afterwards."""
+    """Seed torch's generators from `seed` and a module's name inside the context, and restore them afterwards."""
     number, devices = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], [] if is_host(device) else [device]
     with torch.random.fork_rng(devices, enabled=seed is not None, device_type=device.type):
         for generator in () if seed is None else default_generators(device):

@@ -1,7 +1,7 @@
-"""Unsharded parameters outside of computation: put together from all ranks' shards, and dealt out to them again.
+"""Unsharded parameters outside computation: assembled from all ranks' shards, and distributed to them again.
 
-Where intervals can be sent, each goes straight into its place in the tensors that are returned, or in the shard: no
-buffer of the unsharded flat parameter is needed, and ranks that only take part need no memory.
+If the backend can send intervals, they are received directly in the returned tensors, or in the shard. So no buffer
+for the unsharded flat parameter is required, and ranks that only send need no memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def is_first(handle: FlatParamHandle) -> bool:
-    """Return True on the first of all ranks that hold a shard of it: in its process group, of the first replica."""
+    """Return True on the first rank of the handle: rank 0 of its process group, in the first replica."""
     return handle.comm.rank == 0 and handle.replicas.rank == 0
 
 
 def make_readable(handle: FlatParamHandle, what: str) -> None:
-    """Store new values of users in the shard, and raise an error if the values cannot be read."""
+    """Store values that users have assigned in the shard, and raise an error if the shard cannot be read."""
     handle.storage.check_readable(handle.name)
     handle.absorb()
     handle.follow_shard()
@@ -28,14 +28,14 @@ def make_readable(handle: FlatParamHandle, what: str) -> None:
 
 
 def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
-    """Collective. Return copies of the parameters as modules see them, in the shard's dtype.
+    """Collective. Return copies of the parameters in the form that modules list, in the shard's dtype.
 
     Peers may still be receiving from the shard: call `handle.settle` before writing to it. If only the first rank
     needs the parameters (`at_first`), the other ranks get tensors on the meta device.
     """
     make_readable(handle, "put whole parameters together")
-    is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
-    is_at_hand &= not any(handle.flat_param.packings)  # classes need not be able to copy themselves
+    is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # the same on all ranks
+    is_at_hand &= not any(handle.flat_param.packings)  # classes are not required to support copies
     is_at_hand &= handle.unsharded.is_exact
     if at_first and not is_first(handle):
         if not is_at_hand and handle.replicas.rank == 0:
@@ -52,12 +52,12 @@ def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
 
 
 def blanks(handle: FlatParamHandle, device: torch.device) -> list[Tensor]:
-    """Return memory for the parameters, of `DTensor`s for their local parts, in the shard's dtype."""
+    """Return uninitialized tensors for the parameters, or for the local parts of `DTensor`s, in the shard's dtype."""
     return [torch.empty(slot.shape, dtype=handle.flat_param.dtype, device=device) for slot in handle.layout.slots]
 
 
 def as_modules_see(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `DTensor`s around those that are local parts, and parameters with the values of those that are bytes."""
+    """Return the parameters in the form that modules list: `DTensor`s around local parts, and bytes unpacked."""
     flat = handle.flat_param
     seen = [part.dtensor(tensor) if part else tensor for tensor, part in zip(tensors, flat.parts, strict=True)]
     return [
@@ -67,7 +67,7 @@ def as_modules_see(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[T
 
 
 def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: Sequence[int]) -> None:
-    """Send this rank's shard to the receivers, and fill `copies`, if there are any, from everyone's."""
+    """Send this rank's shard to the receivers, and fill `copies`, if any, from the shards of all ranks."""
     layout, comm = handle.layout, handle.comm
     shard = handle.storage.brought(handle.flat_param, handle.flat_param.dtype)
     flat = [copy.view(-1) for copy in copies]
@@ -78,7 +78,7 @@ def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers
     own = [shard[i.offset : i.offset + i.numel] for i in layout.intervals(comm.rank)]
     peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
     incoming = {peer: places_of(peer) for peer in peers} if copies else {}
-    comm.settle()  # of what was sent before: a rank is at most one flat parameter ahead of those that it sends to
+    comm.settle()  # earlier messages: a rank is at most one flat parameter ahead of its receivers
     outgoing = {peer: own for peer in peers if peer in receivers}
     pending = comm.exchange(incoming, outgoing, f"gather of {handle.name}", ("whole", handle.tags.gather))
     if copies:

@@ -1,8 +1,8 @@
 """Sharded state dicts: the state of a model with this rank's parts in place of the parameters.
 
 A `TensorPart` is a tensor of which this rank holds a range. `torch.distributed.checkpoint` requests its write items
-(``torch.distributed._checkpointable``), and it returns the boxes that make up its range. So saving needs no gather,
-the number of ranks may differ when the state is loaded, and a loader need not know of flat parameters.
+(``torch.distributed._checkpointable``), which are the boxes that make up the range. So saving requires no gather, the
+state can be loaded on a different number of ranks, and a loader does not depend on flat parameters.
 
 The parts are registered in the modules while the state is created or loaded, like unsharded parameters
 (`state_dict.summon`). So names, order and hooks are the same as in `nn.Module`. Parameters are not copied.
@@ -51,26 +51,26 @@ _VALUELESS = (
 
 @dataclass(frozen=True)
 class Part:
-    """A range of a row-major *block*, which is the whole tensor, but of a `DTensor`: the elements that a rank holds."""
+    """A rank's elements of a tensor: a range of a row-major *block*, the whole tensor or a `DTensor`'s local part."""
 
     shape: torch.Size  # of the whole tensor
-    block: Box  # where in it the elements lie
+    block: Box  # the block's position in the tensor
     start: int
     stop: int
     name: str = field(compare=False)  # of the tensor, for messages
-    rank: int = field(compare=False)  # its number, for messages
-    is_alone: bool = field(compare=False)  # no other rank holds anything of it
+    rank: int = field(compare=False)  # this rank's number, for messages
+    is_alone: bool = field(compare=False)  # no other rank holds elements of the tensor
 
     @classmethod
     def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
-        """Return the part that is all of a tensor, which is on every rank."""
+        """Return a part that contains all elements of a tensor."""
         return cls(shape, Box.whole(shape), 0, shape.numel(), name, rank, is_alone=True)
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, int], ...]:
-        """The elements' places in the whole tensor, each box with the place of its first element among them."""
+        """The boxes of the elements in the whole tensor, each with the index of its first element in the range."""
         if self.shape.numel() == 0:
-            return ((Box.whole(self.shape), 0),)  # or checkpoints would not have it at all
+            return ((Box.whole(self.shape), 0),)  # otherwise checkpoints would not contain the tensor
         found, done = [], 0
         for box in boxes_of(self.block.sizes, self.start, self.stop):
             found.append((box.moved(self.block.offsets), done))
@@ -78,13 +78,13 @@ class Part:
         return tuple(found)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the elements ``[stop - start]`` of an unsharded value; a view where possible."""
+        """Return the elements ``[stop - start]`` of an unsharded value, as a view if possible."""
         for dim, (begin, size) in enumerate(zip(self.block.offsets, self.block.sizes, strict=True)):
             whole = whole.narrow(dim, begin, size)
         return whole.detach().reshape(-1)[self.start : self.stop]
 
     def check(self, value: Tensor, dtype: torch.dtype) -> None:
-        """Raise ValueError or TypeError if the elements, which are of this dtype, cannot be taken from a value."""
+        """Raise ValueError or TypeError if the elements, in this dtype, cannot be copied from a value."""
         here = f"rank {self.rank}: {self.name}"
         if isinstance(value, TensorPart):
             if value.part != self:
@@ -112,37 +112,37 @@ class Part:
 
 @dataclass(eq=False)
 class Held:
-    """The elements, which all aliases of a `TensorPart` have in common."""
+    """The elements of a `TensorPart`, shared by all of its aliases."""
 
     flat: Tensor  # [stop - start]
-    # The id of the tensor in whose memory they lie, which a load must leave alone until it is complete; 0: their own.
+    # The id of the tensor that owns the memory, which must not change before a load is complete; 0 if not shared.
     lent_by: int = 0
-    is_blank: bool = False  # they have no values, and no load was begun
-    unfit: str = ""  # why they must not be saved
-    apart: set[str] = field(default_factory=set)  # the keys under which other ranks have a tensor of their own
+    is_blank: bool = False  # without values, and no load was started
+    unfit: str = ""  # the reason if the elements must not be saved
+    apart: set[str] = field(default_factory=set)  # the keys under which other ranks have a different tensor
 
     def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
-        """Return a copy with the results of `change` for the elements, in separate memory."""
+        """Return a copy whose elements are the result of `change`, in separate memory."""
         return Held(change(self.flat), 0, self.is_blank, self.unfit, set(self.apart))
 
 
 class TensorPart(Tensor):
     """A tensor of which this rank holds only a range, as `torch.distributed.checkpoint` saves and loads it.
 
-    Shape, dtype and device are those of the whole tensor. Saving makes no copy. Loading writes to separate memory,
-    allocated when a load is planned, so the source does not change. A part cannot be used in computations: it can be
-    copied, cast, moved, pickled and staged.
+    The attributes shape, dtype and device describe the whole tensor. Saving does not copy. Loading writes to separate
+    memory, allocated when a load is planned, so the source does not change. A part cannot be used in computations; it
+    can be copied, cast, moved, pickled and staged.
     """
 
-    part: Part  # which elements it holds
+    part: Part  # the held elements
     _held: Held
 
-    # An operation without a meaning for a part of a tensor raises its error in the dispatch below, and nowhere else.
+    # For operations that a part of a tensor does not support, the error is only raised in the dispatch below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def around(cls, part: Part, held: Held) -> Any:
-        """Return a tensor that holds `held`, without copying it."""
+        """Return a tensor that contains `held`, without a copy."""
         flat = held.flat
         made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=flat.dtype, device=flat.device)
         made.part, made._held = part, held
@@ -164,7 +164,7 @@ class TensorPart(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             held = memo.get(id(self._held)) or self._held.copied(Tensor.clone)
-            memo[id(self._held)] = held  # tied ones stay tied
+            memo[id(self._held)] = held  # tied tensors stay tied
             memo[id(self)] = type(self).around(self.part, held)
         return memo[id(self)]
 
@@ -208,7 +208,7 @@ class TensorPart(Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return the chunks to be loaded, into separate memory from now on."""
+        """Return the chunks to be loaded, and allocate separate memory for them."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         held = self._held
@@ -226,7 +226,7 @@ class TensorPart(Tensor):
 
 
 def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
-    """Return which elements of a parameter this rank keeps; `rank` is its number for messages."""
+    """Return the elements of a parameter that this rank keeps; `rank` is this rank's number for messages."""
     kept, mesh = handle.layout.slots[slot], handle.flat_param.parts[slot]
     interval = handle.layout.interval(slot, handle.comm.rank)
     start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
@@ -293,14 +293,14 @@ _MEANINGFUL: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
-    """Show a unit's modules this rank's parts as their parameters inside. No rank needs another for it.
+    """Set this rank's parts as the parameters of a unit's modules inside the context. Not collective.
 
-    None must be saved if there is a reason (`unfit`); `rank` is this rank's number for messages.
+    If the parts must not be saved, `unfit` is the reason; `rank` is this rank's number for messages.
     """
     parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
     with closing(Exposure(unit, parts)), ExitStack() as undo, serving([unit], ShardedState()):
         for blank in uninitialized_beside(unit):
-            if not is_dtensor(blank.value):  # DCP takes care of these
+            if not is_dtensor(blank.value):  # DCP supports `DTensor`s
                 undo.callback(blank.take_back)
                 _show_blank(blank, unit.device, rank)
         yield [part for each in parts.values() for part in each]
@@ -336,7 +336,7 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
     try:
         agree_on_values(units_in(root))
     except RuntimeError as error:
-        unfit = str(error)  # it may be taken to load into it, which puts that right
+        unfit = str(error)  # the state may still be used as the target of a load
     rank = number_among(root.everyone)
     with for_each(units, lambda unit: _parts(unit, rank, unfit)) as shown:
         state = take()
@@ -356,8 +356,8 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
 
 
 def is_apart(unit: Unit, most: int) -> bool:
-    """Return whether other ranks, of `most` in total, have other parameters under this unit's names."""
-    # Batch norms that each rank trains for itself are saved as buffers are: those of some rank.
+    """Return whether other ranks, of `most` in total, have different parameters under this unit's names."""
+    # Batch norms that each rank trains separately are saved like buffers, from a single rank.
     is_own_norm = isinstance(unit.module, BATCH_NORMS) and unit.comm.world_size == 1
     return size_of(unit.everyone) < most and not is_own_norm
 
@@ -386,7 +386,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     ):
         result = done_by_all([everyone], "load its part of a sharded state", load)
         values = {key: value for each in recordings for key, value in recorded(each).items()}
-        numbers = sorted((handle.tags.number, slot) for handle, slot in values)  # which are alike on all ranks
+        numbers = sorted((handle.tags.number, slot) for handle, slot in values)  # comparable across ranks
         digest = hashlib.sha256(repr(numbers).encode()).hexdigest()
         shown_as = f"those of {len(numbers)} parameters ({digest[:8]})"
         agree_on(everyone, "keys in the sharded state that they load", digest, shown_as)
@@ -398,7 +398,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
 def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
     """Restore buffers and parameters that are not sharded if the block raises an error.
 
-    Tensors without values get memory, and keep it if values are loaded.
+    Memory is allocated for tensors without values, and kept if values are loaded.
     """
     modules = (module for unit in units for module in own_modules(unit.module))
     listed = dict.fromkeys(tensor for module in modules for *_, tensor in beside_ours(module))
@@ -417,12 +417,12 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def store(values: Values) -> None:
-    """Keep this rank's shards of the values that a load has brought."""
+    """Store this rank's shards of loaded values."""
     for (handle, slot), value in values.items():
         handle.storage.check(handle.name)
         if not isinstance(value, TensorPart):
             handle.values.store(slot, value)
             handle.values.note_written([slot])
-        elif value._held.lent_by != id(handle.flat_param):  # else nothing was loaded, on no rank
+        elif value._held.lent_by != id(handle.flat_param):  # else no rank has loaded a value
             handle.values.fill(slot, lambda shard, values=value.local: shard.copy_(values))  # type: ignore[misc]
         handle.storage.release()

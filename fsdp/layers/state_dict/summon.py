@@ -7,7 +7,7 @@ them. The unit computes with other tensors, so the memory of an exposed tensor s
 
 Loading has three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
 `nn.Module.load_state_dict` checks keys and shapes and reports errors as usual, and the targets record the values. The
-ranks exchange the outcome. Then all ranks store their shards of the values, or none do.
+ranks exchange the outcome. Then either all ranks store their shards of the values, or no rank does.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from fsdp.layers.state_dict.redistribute import as_modules_see, assembled, blank
 from fsdp.layers.state_requests import Summoning, serving
 from fsdp.layers.verify import NOT_WRITTEN, difference_of_written
 
-Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
-Entry = tuple[dict[str, Any], str, Tensor]  # what a module lists: the dictionary, the name in it, and the tensor
+Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in the handle
+Entry = tuple[dict[str, Any], str, Tensor]  # a listed tensor: the module's dictionary, the name, and the tensor
 _Shown = TypeVar("_Shown")
 _StandIn = TypeVar("_StandIn", bound=Tensor)
 
@@ -48,7 +48,7 @@ class Exposure:
     """A unit's modules with ordinary parameters in place of their sharded parameters, until closed.
 
     The modules list `tensors` for each handle; None leaves them unchanged. With `by_value`, changes without a new
-    version, such as those through ``.data``, are detected too.
+    version are detected too, for example through ``.data``.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Exposure:
             raise
 
     def changed(self) -> list[tuple[FlatParamHandle, int]]:
-        """Return which parameters were written, or replaced."""
+        """Return the parameters that were written or replaced."""
         return [
             (handle, slot)
             for (handle, slot), param in self.numbered.items()
@@ -86,12 +86,12 @@ class Exposure:
         """Restore the shards in the modules, and `keep` this rank's shards of the current values.
 
         If a parameter was removed, replaced under only some of its names, or has another shape, a RuntimeError
-        includes its name; all other values are stored, and the unit is usable.
+        includes its name; all other values are stored, and the unit remains usable.
         """
         problems: list[str] = []
         try:
             for handle, slot in () if keep is None else self.changed():
-                handle.values.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+                handle.values.note_written([slot])  # other values are still those that the ranks have wrapped
             for handle in self.handles:
                 handle.settle()  # peers may still be receiving from the shard
             if keep is not None:
@@ -119,23 +119,23 @@ def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Pa
 
 
 class _Look(NamedTuple):
-    """The facts of a parameter that tell later if it was written.
+    """A record of a parameter, used to detect later whether it was written.
 
-    A parameter that is sharded as bytes consists of inner tensors, which users write in place and replace. Writes to
-    them are no writes to the parameter.
+    A parameter that is sharded as bytes consists of inner tensors, which users write in place or replace. A write to an
+    inner tensor does not increment the parameter's version.
     """
 
     packing: Any  # of a parameter that is sharded as bytes, or None
-    tensors: list[Any]  # the parameter's own, and its inner tensors
-    versions: list[int | None]  # how often each was written; None if that is not known, as in inference mode
-    value: int | None  # a fingerprint, if it was asked for
+    tensors: list[Any]  # the parameter, and its inner tensors
+    versions: list[int | None]  # of each tensor; None if unknown, as in inference mode
+    value: int | None  # a fingerprint, if requested
 
     @classmethod
     def at(cls, param: nn.Parameter, packing: Any, by_value: bool) -> _Look:
         tensors = [param, *(() if packing is None else packing.inner_of(param))]
         has_version = [isinstance(each, Tensor) and not each.is_inference() for each in tensors]
         versions = [each._version if known else None for each, known in zip(tensors, has_version, strict=True)]
-        # Of classes that are not sharded as bytes, versions must do.
+        # For classes that are not sharded as bytes, only versions are compared.
         is_plain = packing is not None or type(local_part(param)) in (Tensor, nn.Parameter)
         is_seen = by_value and is_plain and not local_part(param).is_meta
         return cls(packing, tensors, versions, _bits_of(param, packing) if is_seen else None)
@@ -153,20 +153,20 @@ def _bits_of(value: Tensor, packing: Any) -> int:
     try:
         return fingerprint(packing.pack(value))
     except ValueError:
-        return 0  # storing the value raises the error, after the ranks have compared what they have
+        return 0  # storing the value raises the error, after the ranks have compared their fingerprints
 
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
-    """Return the handles that a unit's modules see, without those that a unit around it shows already."""
+    """Return the handles whose parameters a unit's modules list, except handles that are already exposed."""
     return [handle for handle in unit.visible_handles if not handle.presentation.is_exposed]
 
 
 def unsharded(
     unit: Unit, at_first: bool = False, device: torch.device | None = None
 ) -> dict[FlatParamHandle, list[Tensor]]:
-    """Collective. Return the values of a unit's parameters, for an `Exposure`; other ranks may have those missing here.
+    """Collective. Return the unsharded parameters of a unit, for an `Exposure`; those without values are marked.
 
-    If only the first rank needs them (`at_first`), they are on the meta device elsewhere.
+    If only the first rank needs them (`at_first`), they are on the meta device on other ranks.
     """
     found = {}
     for handle in hidden_handles(unit):
@@ -181,7 +181,7 @@ def unsharded(
 
 
 def keep_value(handle: FlatParamHandle, slot: int) -> None:
-    """Store the value of an exposed parameter; a parameter without values that received none stays without values."""
+    """Store the value of an exposed parameter, unless it had no values and is still not initialized."""
     value = handle.presentation.replacement(slot)
     if slot not in handle.valueless or not is_marked(value):
         handle.values.keep(slot, value)
@@ -195,7 +195,7 @@ def for_each(units: Iterable[Unit], show: Callable[[Unit], AbstractContextManage
 
 
 def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[int]], values: Values) -> None:
-    """Collective. Send all ranks the `values` of the parameters, by handle, that changed on the first rank."""
+    """Collective. Send all ranks the `values` of the parameters that changed on the first rank."""
     for number, handle in enumerate(handles):
         slots = [slot for which, slot in changed if which == number]
         kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
@@ -213,7 +213,7 @@ def beside_ours(module: nn.Module) -> Iterator[Entry]:
     """Yield the entries of a module that the library does not manage."""
     entries: dict[str, Any]
     if isinstance(module, torch.jit.ScriptModule):
-        return  # it lists its own tensors only
+        return  # a script module only lists tensors of its own
     for entries in (module._parameters, module._buffers):
         for name, tensor in entries.items():
             if tensor is not None and not is_ours(tensor):
@@ -243,22 +243,22 @@ def listed_at(place: ParamInfo) -> nn.Parameter | None:
 
 
 class LoadTarget(nn.Parameter):
-    """A placeholder for a tensor while a state is loaded: it records in `source` the value copied into it.
+    """A placeholder for a tensor while a state is loaded. Copying a value into it records the value in `source`.
 
-    A `LoadTarget` has no memory. A rank stores its shard of the value when all ranks could load their values, so it
-    reads only this shard of a file that is mapped into memory.
+    A `LoadTarget` has no memory. When all ranks could load their values, a rank stores its shard of the value. So the
+    rank reads only this shard of a file that is mapped into memory.
     """
 
     source: Tensor | None
     _check: Callable[[Tensor], None]
     _device: torch.device
-    is_meta = False  # or torch's load would warn that copying into it does nothing
+    is_meta = False  # otherwise torch's load would warn that copying has no effect
 
     @classmethod
     def like(
         cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
     ) -> LoadTarget:
-        """Return a target of this shape, and the dtype and device of `tensor`; `check` raises for unfit values."""
+        """Return a target of this shape, with `tensor`'s dtype and device; `check` raises an error for unfit values."""
         empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
         made = Tensor._make_subclass(cls, empty, requires_grad)
         made.source, made._check, made._device = None, check, tensor.device
@@ -269,20 +269,20 @@ class LoadTarget(nn.Parameter):
         return self._device
 
     def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:
-        # Batch norms load their count of batches from itself where a state dict has none.
+        # Batch norms copy `num_batches_tracked` onto itself if a state dict does not contain it.
         if not isinstance(value, LoadTarget):
             self._check(value)
-            self.source = value.detach() if value.requires_grad else value  # whose class may keep data beside it
+            self.source = value.detach() if value.requires_grad else value  # `detach` may lose attributes of a class
         return self
 
 
 def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None], *, in_bytes: bool = False) -> Exposure:
-    """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
+    """Set a `LoadTarget` in a unit's modules for each parameter. Not collective.
 
     Args:
-        unit: its parameters are loaded.
-        check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
-        in_bytes: parameters that are sharded as bytes are loaded as bytes.
+        unit: the unit to load.
+        check: function of a handle, a parameter's number and a value; raises an error for a value that cannot be kept.
+        in_bytes: If True, parameters that are sharded as bytes are loaded as bytes.
     """
     targets: dict[FlatParamHandle, list[Tensor]] = {}
     for handle in hidden_handles(unit):
@@ -310,14 +310,14 @@ def recorded(exposure: Exposure) -> Values:
 
 @contextmanager
 def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
-    """Collective. The units' modules hold unsharded parameters inside; those that do already must be in this form."""
+    """Collective. Set unsharded parameters in the units' modules; units that are summoned already must match `form`."""
     closed = []
     for unit in units:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             form.require_shown_by(unit.request(Summoning), unit)
         else:
             closed.append(unit)
-    with ExitStack() as undo:  # of an entry that fails half way, on one rank perhaps
+    with ExitStack() as undo:  # if an error is raised before all units are entered, possibly on a single rank
         shown = []
         for unit in closed:
             shown.append(_Summoned(unit, form))
@@ -361,7 +361,7 @@ class _Summoned:
 
     @during("summon_full_params()")
     def close(self) -> None:
-        """Shard the values again; see `Exposure.close`. With ``rank0_only``, all ranks raise the first rank's error."""
+        """Reshard the values; see `Exposure.close`. With ``rank0_only``, all ranks raise the first rank's error."""
         form, exposure = self._form, self._exposure
         self._unit.requests.pop(Summoning, None)
         try:
@@ -378,7 +378,7 @@ class _Summoned:
 
         def keep(handle: FlatParamHandle, slot: int) -> None:
             if form.rank0_only and (handle, slot) not in changed:
-                # Not stored: the other ranks would still use parameters that are unsharded, and this rank would not.
+                # Not stored, else this rank would discard unsharded parameters that the other ranks still use.
                 handle.values.check(slot, handle.presentation.replacement(slot))
                 return
             keep_value(handle, slot)
@@ -429,7 +429,7 @@ class _Summoned:
         return list(problems)
 
     def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:
-        """Return a gradient of the first rank's on all; of a `DTensor` its local part, on the ranks of that."""
+        """Collective. Return the first rank's gradient on all ranks; a `DTensor` is sent as its local part."""
         shape, device, part = handle.layout.slots[slot].shape, handle.storage.device, handle.flat_param.parts[slot]
         if value is None or not self._is_here:
             tensor = torch.empty(shape, dtype=handle.kept_grad_dtype, device=device)
@@ -442,7 +442,7 @@ class _Summoned:
 
 @contextmanager
 def shapes_summoned(units: Sequence[Unit]) -> Iterator[None]:
-    """Not collective. The units' modules hold parameters on the meta device inside; summoned ones stay so."""
+    """Not collective. Set meta parameters in the units' modules inside the context; summoned units are unchanged."""
     with for_each([unit for unit in units if unit.state is not TrainingState.SUMMON_FULL_PARAMS], _shapes):
         yield
 
@@ -453,14 +453,14 @@ def _shapes(unit: Unit) -> Iterator[None]:
     for handle in hidden_handles(unit):
         handle.absorb()
         shapes[handle] = as_modules_see(handle, blanks(handle, torch.device("meta")))
-    # As on ranks that have none: nothing that needs values works inside.
+    # The form of ranks without values: operations that need values raise an error.
     form = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
     with closing(Exposure(unit, shapes)), serving([unit], form):
         yield
 
 
 def params_shown(unit: Unit, paths: Mapping[nn.Module, Sequence[str]]) -> dict[str, nn.Parameter]:
-    """Return the parameters that a summoned unit shows on this rank, by the `paths_in` a model, tied ones once."""
+    """Return a summoned unit's parameters on this rank by name, tied ones once; `paths` is `paths_in` of a model."""
     places = [
         places[0] for handle in unit.visible_handles if handle.presentation.is_exposed for places in handle.places
     ]
@@ -469,9 +469,9 @@ def params_shown(unit: Unit, paths: Mapping[nn.Module, Sequence[str]]) -> dict[s
 
 
 def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
-    """Collective. Return the unsharded reduced gradients, with memory of their own.
+    """Collective. Return the unsharded reduced gradients, in separate memory.
 
-    None for parameters of which no rank with elements has a gradient.
+    None for a parameter if no rank that holds elements of it has a gradient.
     """
     layout, slots = handle.layout, range(len(handle.places))
 
@@ -485,7 +485,7 @@ def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
     if not any(has_gradient):
         return [None] * len(slots)
     grad, device = handle.flat_param.grad, handle.storage.device
-    if grad is None:  # other ranks have some
+    if grad is None:  # but other ranks have gradients
         shard = torch.zeros(layout.shard_numel, dtype=handle.kept_grad_dtype, device=device)
     else:
         shard = grad.detach().view(-1).to(device)
@@ -521,7 +521,7 @@ def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None])
             part, local = handle.flat_param.parts[slot], gradient.detach()
             local = local if part is None else part.to_local(handle.layout.slots[slot].name, local)
             handle.layout.shard_of(slot, local, shard, handle.comm.rank)
-    # By `data`, which counts no writes: ranks write different numbers of parts, and compare how often they wrote.
+    # Through `data`, which does not count writes: ranks write different numbers of parts, and compare write counts.
     handle.storage.accept(handle.flat_param, shard.data)
     handle.storage.copy_stream.settle()
     handle.listed.show_gradients([gradient is not None for gradient in gradients])
