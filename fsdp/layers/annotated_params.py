@@ -1,8 +1,8 @@
-"""Plain parameters with annotations of the `spmd_types` package, which say how they lie on a device mesh.
+"""Plain parameters with annotations of the `spmd_types` package, which define their placements on a device mesh.
 
-Modules compute with plain tensors: each rank with its part. Under `fully_shard` optimizers and checkpoints see a
-`DTensor` on all of the mesh, and a gradient is summed over the dimensions on which the annotation says that it is
-partial. torch's `fully_shard` (from 2.15) defines this translation; torchtitan annotates its parameters so.
+Modules compute with plain tensors, each rank with its part. Under `fully_shard`, optimizers and checkpoints see a
+`DTensor` on the whole mesh. A gradient is summed over the dimensions on which the annotation makes it partial. torch's
+`fully_shard` (since 2.15) defines this translation; torchtitan uses these annotations.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fsdp.distributed.dtensor import MeshPart, check_placements, is_annotated, i
 
 @dataclass(frozen=True)
 class AnnotatedPart(MeshPart):
-    """The mesh, placements and shape that an annotation gives to a plain tensor.
+    """The mesh, placements and shape that an annotation defines for a plain tensor.
 
     Args:
-        grad_placements: the placements of its gradient, for each dimension of the mesh.
+        grad_placements: the placement of the gradient, for each dimension of the mesh.
     """
 
     grad_placements: tuple[Placement, ...] = ()
@@ -49,15 +49,15 @@ class AnnotatedPart(MeshPart):
 
 
 def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims: Collection[int]) -> MeshPart | None:
-    """Return the record of an annotated parameter, None if it has no annotation.
+    """Return the record of an annotated parameter; None for a parameter without annotation.
 
     Args:
-        name: of the parameter, in messages.
-        mesh: of all ranks that hold parts of it; None if that was not given.
+        name: the parameter's name, for messages.
+        mesh: the mesh of all ranks that hold parts of the parameter; None if the user gave no such mesh.
         data_dims: the numbers of the mesh's dimensions for data parallelism.
 
     Raises:
-        ValueError: without a mesh, or for an annotation that does not give a placement for each dimension of it.
+        ValueError: without a mesh, or if the annotation does not define a placement for each dimension of the mesh.
     """
     if not is_annotated(param):
         return None
@@ -73,7 +73,7 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
     grad_placements = [Partial() if dim in data_dims else own for dim, own in enumerate(placements)]
     missing = {axis: dim for axis, dim in axes.items() if dim not in data_dims and axis not in annotated}
     apart = tuple(axis for axis, dim in axes.items() if dim in data_dims)
-    summed = spmd._mesh_axis.flatten_axes(apart) if apart else None  # private, as in torch's
+    summed = spmd._mesh_axis.flatten_axes(apart) if apart else None  # private, also used by torch
     for axis, kind in annotated.items():
         dim = axes.get(axis)
         if dim is not None and dim not in data_dims:
@@ -84,7 +84,7 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
                 )
             placements[dim] = _placement(spmd, name, kind)
             grad_placements[dim] = _placement(spmd, name, kind.backward_type())
-        # An axis may also combine several dimensions for data parallelism, or divide one.
+        # An axis may also combine multiple dimensions for data parallelism, or be a part of one.
         elif summed is None or not axis <= summed:
             raise ValueError(
                 f"{name} is annotated as {kind!r} over {axis}, which is no dimension of the mesh: gradients would not "
@@ -102,7 +102,7 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
             "mesh: annotate it for each dimension that is not in dp_mesh_dims (spmd_types.assert_type)."
         )
     if summed is not None:
-        # For type checks of what modules compute: there, the parameter is replicated for data parallelism.
+        # For type checks of computations, in which the parameter is replicated across data parallelism.
         others = [axis for axis in spmd.current_mesh() or axes if axis <= summed and axis.isorthogonal(*annotated)]
         spmd.assert_type(param, dict.fromkeys(others, spmd.R))
     local = DTensor.from_local(param.detach(), mesh, placements, run_check=False)
@@ -113,12 +113,12 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
 def with_whole_shapes(parts: Mapping[str, MeshPart | None], local: Mapping[str, Tensor]) -> dict[str, AnnotatedPart]:
     """Return the records of annotated parameters with their whole shapes.
 
-    Ranks that cannot divide a dimension evenly have parts of different sizes. Collective over the dimensions of the
-    mesh that are not for data parallelism, if anything is annotated.
+    If ranks do not divide a dimension evenly, their parts have different sizes. Collective over the dimensions of the
+    mesh that are not for data parallelism, if a parameter is annotated.
 
     Raises:
-        RuntimeError: on all ranks, if they have annotated different parameters, or in different ways.
-        ValueError: on all ranks, if parts have sizes that no `DTensor` has, or a parameter has no annotation.
+        RuntimeError: on all ranks, if the annotated parameters or the annotations differ between ranks.
+        ValueError: on all ranks, if sizes do not match a `DTensor`'s parts, or if a parameter has no annotation.
     """
     annotated = {name: part for name, part in parts.items() if isinstance(part, AnnotatedPart)}
     first = next(iter(annotated.values()), None)
@@ -171,7 +171,7 @@ def _whole_shape(part: MeshPart, places: Sequence[Mapping[int, int]], shapes: Se
 
 
 def _shards(spmd: Any, name: str, param: Tensor, axes: Mapping[Any, int]) -> dict[Any, Any]:
-    """Return the shardings along each axis that a `PartitionSpec` gives; the dimensions of a mesh divide in order."""
+    """Return the shardings along each axis from a `PartitionSpec`, which must use mesh dimensions in their order."""
     found: dict[Any, Any] = {}
     spec = spmd.get_partition_spec(param)
     for dim, entry in enumerate(() if spec is None else spmd.normalize_partition_spec(spec)):

@@ -32,16 +32,16 @@ _REMEDY = (
 )
 Place = tuple[nn.Module, str]
 
-# Memory that `to_empty` gave, until values are found in it.
+# Tensors allocated by `to_empty`, until they are found to be initialized.
 _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-# The units in which all values were found, on this rank and on all ranks.
+# The units whose parameters and buffers all have values, on this rank and on all ranks.
 _complete: WeakSet[Unit] = WeakSet()
 _complete_everywhere: WeakSet[Unit] = WeakSet()
 
 
 def may_lack_values(unit: Unit) -> bool:
-    """Return whether values of a unit may be missing on this rank: until all were found, they may."""
+    """Return whether values of a unit may be missing on this rank. True until a check has found all values."""
     return unit not in _complete
 
 
@@ -51,16 +51,16 @@ def have_values_everywhere(units: Iterable[Unit]) -> bool:
 
 
 def trust_values(units: Iterable[Unit]) -> None:
-    """Look for values of these units no more."""
+    """Do not check the values of these units again."""
     for unit in units:
         _complete.add(unit)
         _complete_everywhere.add(unit)
 
 
 def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
-    """Raise RuntimeError before `what` if a parameter or buffer of the units in a module tree has no values.
+    """Raise RuntimeError before the operation `what` if a parameter or buffer of a module tree's units has no values.
 
-    Not collective. Checks the first unit, or all units (`recurse`).
+    Not collective. Checks all units, or only the first unit if `recurse` is False.
     """
     units = [(name, unit) for name, inner in module.named_modules() if (unit := unit_of(inner)) is not None]
     missing: list[str] = []
@@ -90,7 +90,7 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
 def valueless_in(unit: Unit) -> Iterator[str]:
     """Yield the names, relative to its module, of a unit's parameters and buffers without values."""
     for handle in unit.owned_handles:
-        handle.absorb()  # what users have assigned counts
+        handle.absorb()  # assigned values count
         yield from (handle.layout.slots[slot].name for slot in sorted(handle.valueless))
     if lacking := uninitialized_beside(unit):
         names = {inner: name for name, inner in unit.module.named_modules()}
@@ -107,13 +107,13 @@ def mark(tensor: Tensor) -> None:
 def is_marked(tensor: Tensor) -> bool:
     """Return True if no element was written since `mark`."""
     flat = _numbers(tensor).reshape(-1)
-    # The first element says no in most cases, and costs nothing.
+    # The first element is usually sufficient, and cheap to read.
     return flat.numel() > 0 and bool(_marks(flat[:1]).all()) and bool(_marks(flat).all())
 
 
 def _numbers(tensor: Tensor) -> Tensor:
     local = local_part(tensor).detach()
-    return local.view(torch.uint8) if local.dtype is torch.bool else local  # a byte that is neither 0 nor 1
+    return local.view(torch.uint8) if local.dtype is torch.bool else local  # the mark is a byte other than 0 and 1
 
 
 def _mark_of(dtype: torch.dtype) -> float:
@@ -128,7 +128,7 @@ def _marks(flat: Tensor) -> Tensor:
 
 
 def note_empty(tensor: Tensor) -> Tensor:
-    """Remember that memory waits for values, and return it."""
+    """Mark and record a tensor as uninitialized memory, and return it."""
     mark(tensor)
     _empty[tensor] = True
     return tensor
@@ -144,8 +144,8 @@ def _waits(tensor: Tensor) -> bool:
 class Uninitialized:
     """A parameter or buffer without values during its initialization, with all of its places.
 
-    The places list a `tensor` on the meta device or in memory without values. Otherwise it is a unit's parameter,
-    number `slot` of a handle, which is shown in marked memory.
+    If `tensor` is given, the places list this tensor, which is on the meta device or uninitialized. Otherwise the
+    object represents a unit's parameter, number `slot` of a handle, which the places list in marked memory.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class Uninitialized:
 
     @property
     def value(self) -> Tensor | None:
-        """The tensor in the first of its places."""
+        """The tensor in the first place."""
         module, name = self.places[0]
         return module._parameters.get(name, module._buffers.get(name))
 
-    @torch.inference_mode(False)  # or what is made in inference could not be used in training
+    @torch.inference_mode(False)  # otherwise the tensor could not be used in training
     def give_memory(self, device: torch.device) -> None:
-        """Put marked memory into all of its places; a unit's parameters have it already."""
+        """Register marked memory in all places; for a unit's parameter, this was done before."""
         if self._before is not None:
             made = torch.empty_like(self._before, device=device, requires_grad=False)
             is_parameter = isinstance(self._before, nn.Parameter)
@@ -176,17 +176,17 @@ class Uninitialized:
             self.shape = self.value.shape
 
     def put(self, value: Tensor) -> None:
-        """Register `value` in all of its places."""
+        """Register `value` in all places."""
         for module, name in self.places:
             entries = module._parameters if name in module._parameters else module._buffers
             if entries.get(name) is not value:
-                setattr(module, name, value)  # which also reaches the lists that recurrent modules keep
+                setattr(module, name, value)  # also updates the lists of recurrent modules
 
     @property
     def is_filled(self) -> bool:
-        """Values came since it got memory."""
+        """True if the tensor was written since its memory was marked."""
         value = self.value
-        # Not the version: batch norms load their count of batches from itself where a state dict has none.
+        # Not the version: batch norms copy `num_batches_tracked` onto itself if a state dict does not contain it.
         return value is not None and not value.is_meta and not is_marked(value)
 
     def take_back(self) -> None:
@@ -196,7 +196,7 @@ class Uninitialized:
 
 
 def uninitialized_in(modules: Iterable[nn.Module]) -> list[Uninitialized]:
-    """Return the tensors without values that modules list themselves, each once."""
+    """Return the tensors without values in the dictionaries of these modules, each once."""
     found: dict[int, Uninitialized] = {}
     for module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -206,7 +206,7 @@ def uninitialized_in(modules: Iterable[nn.Module]) -> list[Uninitialized]:
 
 
 def uninitialized_beside(unit: Unit) -> list[Uninitialized]:
-    """Return the tensors without values that a unit's modules list beside the parameters that it uses."""
+    """Return the tensors without values that a unit's modules list, except for the unit's parameters."""
     if not may_lack_values(unit):
         return []
     places = {(place.module, place.name) for one in unit.visible_handles for used in one.places for place in used}

@@ -1,10 +1,10 @@
-"""Parameters as `DTensor`s that are sharded by rows: modules list them, and optimizers see them, under `fully_shard`.
+"""Parameters as `DTensor`s that are sharded by rows, which modules list and optimizers update under `fully_shard`.
 
-A parameter that is a `DTensor` already (tensor parallelism) becomes one on the mesh of both: its local part, which is a
-plain tensor, is sharded like any other, over the dimensions that come first in that mesh.
+A parameter that is already a `DTensor` (tensor parallelism) becomes a `DTensor` on the joint mesh. Its local part, a
+plain tensor, is sharded like other parameters, over the first dimensions of this mesh.
 
-Each is made around this rank's rows, which lie in the shard, with a version counter of its own; so a step on the
-`DTensor`s is a step on the shard, as it is with other local shards (`fsdp.engine.orig_params`).
+Each `DTensor` wraps a view of this rank's rows in the shard, with a separate version counter. So an optimizer step on
+the `DTensor`s updates the shard, as with other local shards (`fsdp.engine.orig_params`).
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from fsdp.layers.annotated_params import annotated_part, with_whole_shapes
 
 @cache
 def teach_dtensor() -> None:
-    """Let torch copy, pickle and stage `DTensor`s whose local tensor lies in a shard, as in state dicts here.
+    """Patch torch to copy, pickle and stage `DTensor`s whose local tensor is a view of a shard, as in state dicts.
 
-    A `DTensor` has no memory of its own, which torch recognizes by an address of 0. torch (seen in 2.13) adds the
-    offset of the local tensor, and then looks for memory. Copies and pickles hold the elements of each, and not all of
-    the shard. Parameters are copied within their shards, and not pickled. In addition, writes to a part of a parameter
-    reach the parameter.
+    torch recognizes a `DTensor`, which has no separate memory, by the address 0. However, torch (seen in 2.13) adds the
+    offset of the local tensor, and then searches for memory. Copies and pickles contain only the elements of the
+    `DTensor`, not the whole shard. Parameters are copied within their shards, and cannot be pickled. In addition,
+    writes to a part of a parameter are counted as writes to the parameter.
     """
     DTensor.data_ptr = lambda _: 0  # type: ignore[assignment, method-assign]
     write_parts_through(_lies_in_a_shard)
-    count_foreach(lambda: running() is not None)  # between passes, values are compared
+    count_foreach(lambda: running() is not None)  # outside of forward and backward, values are compared
     torchs = DTensor.__deepcopy__
 
     @wraps(torchs)
@@ -89,15 +89,15 @@ def teach_dtensor() -> None:
     DTensor.__reduce_ex__ = reduced  # type: ignore[method-assign]
 
 
-_NO_DIMS: frozenset[int] = frozenset()  # one for all units
+_NO_DIMS: frozenset[int] = frozenset()  # shared by all units
 
-# The shards that contain local tensors of `DTensor`s, and where they were when that was last looked at.
+# The shards that contain local tensors of `DTensor`s, and their memory at the last lookup.
 _shards: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 _by_memory: dict[int, weakref.ref[FlatParameter]] = {}
 
 
 def _lies_in_a_shard(tensor: DTensor) -> bool:
-    """Return whether a `DTensor` is a parameter of a sharded module, or a view of one."""
+    """Return whether a `DTensor` is a parameter of a sharded module, or a view of such a parameter."""
     if isinstance(getattr(tensor, "owner", None), FlatParameter):
         return True
     memory = memory_of(tensor)
@@ -112,15 +112,15 @@ def _lies_in_a_shard(tensor: DTensor) -> bool:
 class DataParallelSpread:
     """The spread of parameters over the ranks of data parallelism: replicated, and sharded over the last dimension.
 
-    Collective where several dimensions are one.
+    Collective if multiple dimensions are flattened into one.
 
     Args:
-        given: the mesh, or with `dims` one that has other dimensions besides.
-        dims: the names of those for data parallelism. Parameters may be `DTensor`s on all of the mesh then.
+        given: the mesh; with `dims`, the mesh may have further dimensions.
+        dims: optional, the dimensions for data parallelism. Parameters may then be `DTensor`s on all of `given`.
 
     Attributes:
-        mesh: of data parallelism, replicas first.
-        is_sharded: whether anything is sharded.
+        mesh: the mesh of data parallelism, replicas first.
+        is_sharded: True if there is a dimension to shard over.
     """
 
     def __init__(self, given: DeviceMesh, dims: Any) -> None:
@@ -143,12 +143,12 @@ class DataParallelSpread:
         self._data_dims = frozenset(map(known.index, (*dims.shard_names, *dims.replicate_names)))
 
     def of_unsharded(self, params: Mapping[str, nn.Parameter]) -> dict[str, MeshPart | None]:
-        """Return the records of parameters that are `DTensor`s or annotated, None for others, by their names.
+        """Return by name the records of parameters that are `DTensor`s or annotated, and None for other parameters.
 
-        Collective over the mesh if any of them is annotated.
+        Collective over the mesh if a parameter is annotated.
 
         Raises:
-            ValueError: if one cannot be spread.
+            ValueError: if a parameter cannot be spread over the mesh.
         """
         parts = {name: self._of_unsharded(name, param) for name, param in params.items()}
         return parts | with_whole_shapes(parts, params)
@@ -174,9 +174,9 @@ class DataParallelSpread:
         """Return the record of a sharded parameter.
 
         Args:
-            slot: of the parameter, or of its local part.
-            part: the record of the unsharded parameter, if it has one. Dimensions for data parallelism come
-                first if it has none; else they stay where they are, but several to shard over become a single one.
+            slot: the slot of the parameter, or of its local part.
+            part: optional, the record of the unsharded parameter. If it contains no dimensions for data parallelism,
+                they are added first; else they keep their positions, and multiple shard dimensions are flattened.
         """
         replicated = [Replicate()] * (self.mesh.ndim - 1)
         if part is None:
@@ -204,7 +204,7 @@ class DataParallelSpread:
         return MeshPart(mesh, tuple(placements), part.shape)
 
     def _last(self, slot: Slot, shards: int) -> Placement:
-        """Return the placement along the last dimension, if the other dimensions divide it into so many shards."""
+        """Return the placement along the last dimension, if the other dimensions divide the tensor into `shards`."""
         if not slot.shape or not self.is_sharded:
             return Replicate()
         return Shard(slot.dim) if shards == 1 else _StridedShard(slot.dim, split_factor=shards)
@@ -213,9 +213,9 @@ class DataParallelSpread:
 def placed_elsewhere(
     module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Any], ignored: Ignored
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules inside with parameters that a user's function puts on other meshes, and the arguments there.
+    """Return the inner modules with parameters for which a user's function specifies another mesh.
 
-    The arguments of `fully_shard` are the mesh, and its dimensions for data parallelism.
+    Each module has the corresponding arguments of `fully_shard`: the mesh and its dimensions for data parallelism.
     """
     found = {}
     for inner in module.modules():
@@ -230,9 +230,9 @@ def placed_elsewhere(
 
 
 class DTensorParams(OrigParams):
-    """This rank's rows of the original parameters of one flat parameter, as `DTensor`s.
+    """This rank's rows of the original parameters of a flat parameter, as `DTensor`s.
 
-    Parameters that were made for another flat parameter (`params`) become parameters of this one.
+    Existing parameters of another flat parameter (`params`) are reused for this flat parameter.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class DTensorParams(OrigParams):
 
     @property
     def absent(self) -> list[Tensor]:  # type: ignore[override]
-        """Modules see the `DTensor`s themselves."""
+        """The `DTensor`s, which modules list while the parameters are sharded."""
         return list(self.params)
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
@@ -271,7 +271,7 @@ class DTensorParams(OrigParams):
             rows = rows.to("meta")
         if self._given is not None:
             self._given[slot].__dict__["owner"] = self._flat_param
-            return self._given[slot]  # `alias` has it lie in the new shard
+            return self._given[slot]  # `alias` moves its rows to the new shard
         shown, example = rows.as_subclass(Tensor), self._flat_param.examples[slot]
         shown = shown if example is None else in_class(example, shown)
         made = row_parameter(self._flat_param, shown, self._parts[slot], requires_grad, layout.slots[slot].name)
@@ -280,11 +280,11 @@ class DTensorParams(OrigParams):
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
         size, stride, at = self._rows[slot]
-        return shard.as_strided(size, stride, shard.storage_offset() + at)  # made for every gradient: no view of a view
+        return shard.as_strided(size, stride, shard.storage_offset() + at)  # a single view, because it is a hot path
 
     def _show(self, slot: int, rows: Tensor) -> Tensor:
         param, example = self.params[slot], self._flat_param.examples[slot]
-        if example is not None and rows.dim() > param.dim():  # a gradient of each inner tensor
+        if example is not None and rows.dim() > param.dim():  # gradients of multiple inner tensors
             rows = in_class(example, rows)
         return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
 
@@ -298,13 +298,13 @@ class DTensorParams(OrigParams):
         self._held[slot] = [rows] if example is None else inner_of(shown)
         if (rows.dtype, rows.device) != (param.dtype, param.device):
             become(param, self._parts[slot].dtensor(shown))
-        set_local_part(param, shown)  # `_replaced` compares the very tensors
+        set_local_part(param, shown)  # `_replaced` compares tensors by identity
 
     def note_places(self) -> None:
         pass  # `_replaced` compares local tensors, not addresses
 
     def _replaced(self) -> list[int]:
-        held = [param._local_tensor for param in self.params]  # type: ignore[attr-defined]  # `held_part`, asked often
+        held = [param._local_tensor for param in self.params]  # type: ignore[attr-defined]  # inlined `held_part`
         own, examples = self._held, self._flat_param.examples
         return [
             slot
@@ -317,7 +317,7 @@ class DTensorParams(OrigParams):
         ]
 
     def give_memory(self, slots: Iterable[int]) -> None:
-        """Place parameters that came from the meta device in the shard."""
+        """Replace meta tensors by views of the shard, for parameters from the meta device."""
         versions = list(self._versions)
         for slot in slots:
             self._lie_at(slot, self._of(self._flat_param.detach(), slot).as_subclass(Tensor))
@@ -325,7 +325,7 @@ class DTensorParams(OrigParams):
         self._versions = tuple(versions)
 
     def elements_of(self, tensor: Tensor) -> Tensor:
-        return values_of(held_part(tensor)).detach().contiguous()  # users may have transposed it
+        return values_of(held_part(tensor)).detach().contiguous()  # an assigned tensor may be transposed
 
     def given_gradient(self, slot: int) -> Tensor:
         param: Any = self.params[slot]
@@ -335,7 +335,7 @@ class DTensorParams(OrigParams):
                 "what is assigned to .grad (torch.distributed.tensor.distribute_tensor) with the device_mesh and the "
                 "placements of the parameter. A function in backward must assign it before its unit is resharded."
             )
-        if param.grad.placements != param.placements:  # autograd's of a sum is replicated
+        if param.grad.placements != param.placements:  # autograd creates a replicated gradient for a sum
             with torch.no_grad():
                 param.grad = param.grad.redistribute(param.device_mesh, param.placements)
         return super().given_gradient(slot)
@@ -346,10 +346,10 @@ class DTensorParams(OrigParams):
         return values_of(self._parts[slot].to_local(self._layout.slots[slot].name, value.detach())).reshape(-1)
 
     def absorb(self) -> list[int]:
-        # Every rank writes to a DTensor when any does, also those that have no rows of it.
+        # If a rank writes to a DTensor, all ranks do, including ranks without rows.
         before, now = self._versions, self.versions
         super().absorb()
-        self._versions = self.versions  # which the move to new memory changes too
+        self._versions = self.versions  # a move to new memory also changes them
         written = (slot for slot, version in enumerate(before) if version != now[slot])
         return [slot for slot in written if not self.params[slot].is_meta]
 
@@ -367,9 +367,9 @@ def in_class(example: Tensor, values: Tensor) -> Tensor:
 
 
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
-    """A parameter around this rank's rows, a view of the shard `owner`, or a tensor around such views.
+    """Return a parameter around this rank's rows: a view of the shard `owner`, or a tensor around such views.
 
-    An ordinary `DTensor`, since torch's own code asks for the class, with what a `LocalShard` has.
+    The parameter is an ordinary `DTensor`, because torch checks the class, with the attributes of a `LocalShard`.
     """
     param = counted(part.dtensor(rows), requires_grad)
     param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape)

@@ -1,7 +1,7 @@
 """The norm of tensors that are sharded over ranks, bitwise equal for every sharding.
 
-Floating-point sums depend on their order. Each square is therefore converted to integers with a common scale of all
-ranks. Sums of integers do not depend on the order.
+Floating-point sums depend on their order. Each square is therefore converted to integers, with the same scale on all
+ranks, because sums of integers do not depend on the order.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator
 
-_BLOCK = 1 << 16  # elements at a time, whose intermediate values stay in the processor's cache
+_BLOCK = 1 << 16  # elements at a time, so that intermediate values fit in the processor's cache
 _BITS = 62  # of a sum in an integer, which never overflows
 _INTEGERS = 3
-_LEAST_EXPONENT = -1000  # of the largest element; its inverse is a floating-point number, too
+_LEAST_EXPONENT = -1000  # of the largest element; its inverse is also a floating-point number
 
 
 def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Collective. Return the 2-norm of the tensors of all ranks together, a float64 number on `device`.
 
-    Squares are taken in float64, where those of narrower dtypes are exact, and summed in fixed point: as three integers
-    of ``62 - b`` bits each, for fewer than ``2**b`` elements. So each square is off by at most ``2**(3 * b - 187)`` of
-    the largest one: with a million millions of elements (b = 40), all of them together by ``2**-27`` of it.
+    Squares are computed in float64, exactly for narrower dtypes, and summed in fixed point: as three integers of
+    ``62 - b`` bits each, for fewer than ``2**b`` elements. So the error of each square is at most
+    ``2**(3 * b - 187)`` of the largest square. For 10**12 elements (b = 40), the total error is ``2**-27`` of it.
 
     Args:
         comms: communicators that together, in sequence, reach all ranks with a part of the tensors.
@@ -55,7 +55,7 @@ def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device:
             sums += torch.stack(digits).to(device)
     total = 0
     sums = over_all(comms, sums, "sum", "squares, for a norm")
-    for digit in sums.tolist():  # as Python's integers, which do not overflow
+    for digit in sums.tolist():  # Python integers do not overflow
         total = (total << bits) + digit
     norm = math.ldexp(math.sqrt(total / (1 << _INTEGERS * bits)), exponent)
     return torch.tensor(norm, dtype=torch.float64, device=device)
@@ -70,7 +70,7 @@ def over_all(comms: Sequence[Communicator], tensor: Tensor, op: str, what: str) 
 
 def maximum(comms: Sequence[Communicator], value: Tensor, what: str) -> Tensor:
     """Collective. Return the maximum of a floating-point number over all ranks; NaN if any rank has NaN."""
-    # A maximum over ranks drops NaN on some backends: whether there was one is sent beside it.
+    # Some backends ignore NaN in a maximum over ranks, so a flag is sent with the value.
     is_nan = value.isnan()
     both = over_all(comms, torch.stack([value.masked_fill(is_nan, 0.0), is_nan.to(value.dtype)]), "max", what)
     return both[0].masked_fill(both[1] > 0, math.nan)

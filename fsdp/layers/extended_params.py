@@ -1,9 +1,9 @@
 """The unsharded parameters of trained tensor subclasses, which are gathered together as bytes.
 
 Each parameter contributes tensors: its class creates them from this rank's rows (``fsdp_pre_all_gather`` of torch's
-FSDP2), or they are the rows of its inner tensors. A single all-gather sends the bytes of all. Each class creates its
-leaf from the tensors of all ranks (``fsdp_post_all_gather``). A leaf is created once, and later all-gathers use the
-same memory, which is freed in between.
+FSDP2), or they are the rows of its inner tensors. A single all-gather sends the bytes of all tensors. Each class
+creates its leaf from the tensors of all ranks (``fsdp_post_all_gather``). A leaf is created once, and later all-gathers
+use the same memory, which is freed in between.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fsdp.engine.unsharded_params import UnshardedParameters
 
 
 class Gathered:
-    """A parameter's tensors in all-gathers: those of this rank, and memory for those of all ranks.
+    """A parameter's tensors in all-gathers: this rank's tensors, and memory for the tensors of all ranks.
 
     Args:
-        layout, slot: in rows, and the number of the parameter in it.
-        sharded: its `DTensor`.
+        layout, slot: the layout in rows, and the number of the parameter in this layout.
+        sharded: the parameter as a `DTensor`.
         device, dtype: of the computation.
-        arguments: of ``fsdp_pre_all_gather``.
+        arguments: the arguments of ``fsdp_pre_all_gather``.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Gathered:
         self._ranges = [layout.rows(slot, rank) for rank in range(layout.world_size)] if self.shape else [(0, 1)]
         self._full_rows = layout.local_shape(slot, 0)[self._extra :]
         self._sent: list[tuple[torch.Size, torch.dtype]] = []  # of each plain tensor
-        self._kinds: list[Tensor | None] = []  # of each tensor from the class, an example if it is of a class itself
+        self._kinds: list[Tensor | None] = []  # for each tensor from the class, an example if it is a subclass
         self._metadata: Any = None
-        self.received: list[Tensor] = []  # of all ranks, for each plain tensor that is sent
+        self.received: list[Tensor] = []  # the tensors of all ranks, for each plain tensor that is sent
 
     @property
     def rows(self) -> Any:
-        """This rank's rows, in their class."""
+        """This rank's rows, as a tensor of their class."""
         return held_part(self._sharded)
 
     @property
@@ -69,7 +69,7 @@ class Gathered:
             given = self._from_class(rows)
         else:
             given = [one.to(self._dtype) for one in inner_of(rows)]
-        # All ranks send as much: rows that are short are padded, if it is clear which tensors are rows.
+        # All ranks must send equal sizes. Shorter rows are padded, if the tensors that are rows can be identified.
         short = [number for number, one in enumerate(given) if one.shape == rows.shape != self._full_rows]
         if len(short) > 1 and len(self.shape) == 1 and self.has_methods:
             raise ValueError(
@@ -123,7 +123,7 @@ class Gathered:
                 tensor.view(self._world_size, -1).view(torch.uint8).copy_(of_all)
 
     def _is_divided(self, shape: torch.Size) -> bool:
-        """Return whether ranks send slices of a tensor whose order in memory differs from the received order."""
+        """Return whether ranks send slices whose order in the unsharded tensor differs from the received order."""
         return self._dim > 0 and shape == self._full_rows
 
     def _room_for(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -133,24 +133,24 @@ class Gathered:
         return torch.empty(self._world_size * shape.numel(), dtype=dtype, device=self._device).view(-1, *shape[1:])
 
     def make(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the unsharded parameter, and tensors whose memory is to be freed with it besides `received`."""
+        """Return the unsharded parameter, and tensors that must be freed together with it, besides `received`."""
         inner: Sequence[Tensor] = ()
         if self.has_methods:
             made, inner = getattr(self.rows, AFTER)(self._outputs, self._metadata, self._dtype)
         else:
             made = around(self.rows, [one.view(-1)[: self.shape.numel()].view(self.shape) for one in self.received])
-        if made.shape != self.shape or made.stride() != self._stride:  # with the padding of the shards
+        if made.shape != self.shape or made.stride() != self._stride:  # includes the padding of the shards
             made = torch.as_strided(made, self.shape, self._stride, 0)
         return made, [each for one in inner for each in (inner_of(one) or [one])]
 
     def fill(self, leaf: Tensor) -> None:
-        """Give the unsharded parameter the values that were received."""
+        """Copy the received values to the unsharded parameter."""
         if self.has_methods:
             getattr(self.rows, AFTER)(self._outputs, self._metadata, self._dtype, out=leaf)
 
     @cached_property
     def _outputs(self) -> tuple[Tensor, ...]:
-        """The tensors of all ranks, in the classes of those that were sent."""
+        """The tensors of all ranks, in the classes of the sent tensors."""
         left = iter(self.received)
         return tuple(
             next(left) if kind is None else around(kind, [next(left) for _ in inner_of(kind)]) for kind in self._kinds
@@ -161,15 +161,15 @@ class ExtendedParameters(UnshardedParameters):
     """Unsharded parameters of tensor subclasses.
 
     Args:
-        flat_param, layout: in rows.
+        flat_param, layout: the flat parameter and its layout, in rows.
         full: a tensor with the compute dtype and device.
-        absent: the `DTensor`s with this rank's rows, which modules see while they are sharded.
+        absent: the `DTensor`s with this rank's rows, which modules list while the parameters are sharded.
         modules: the module of each parameter, by the parameter's name.
         mesh, mp_policy: the user's mesh and policy of data parallelism.
         others: see `UnshardedParameters`.
     """
 
-    is_exact = False  # classes may send and return other values than the shards have
+    is_exact = False  # classes may send and return values that differ from the shards
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class ExtendedParameters(UnshardedParameters):
             raise TypeError(f"tensor subclasses need rows, got {type(layout).__name__}")
         # Until the first all-gather, the leaves are not visible to modules.
         full = torch.empty(layout.unsharded_numel, dtype=full.dtype, device=full.device)
-        self._memory: list[tuple[Any, int]] = []  # storages that are freed with the parameters, with their sizes
+        self._memory: list[tuple[Any, int]] = []  # storages that are freed with the parameters, and their sizes
         super().__init__(flat_param, layout, full, absent=absent, **others | {"is_shard": False})
         mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
         self._parts, self._params = flat_param.parts, []
@@ -200,9 +200,9 @@ class ExtendedParameters(UnshardedParameters):
         self._arriving: tuple[Tensor, list[int]] | None = None  # the bytes of all ranks, and the sizes of parameters
 
     def moved(self) -> list[int]:
-        return []  # the class of a parameter decides what its ``.data`` is
+        return []  # the class of a parameter defines its ``.data``
 
-    # Tensors that are made in inference may be used in training.
+    # Tensors that are created during inference may be used in training.
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin_gather(self, *, directly: bool = False) -> Tensor:
@@ -241,7 +241,7 @@ class ExtendedParameters(UnshardedParameters):
             own = [*param.received, *inner]
             inside[id(leaf)] = [*(inner_of(local_part(leaf)) or [local_part(leaf)]), *own]
             held += own
-        self._accumulators = None  # those are of the former leaves
+        self._accumulators = None  # they belong to the previous leaves
         storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, held) if storage.nbytes()}
         self._memory, self._are_made = [(storage, storage.nbytes()) for storage in storages.values()], True
         self._watch(inside)

@@ -3,7 +3,7 @@
 If ranks have different seeds, their shards belong to different models. Each rank therefore keeps 64 bits of each
 unsharded parameter until the ranks compare them at first use. Parameters that were written since (loaded, changed
 while summoned, assigned, written to the shard) may have been different before and are excluded. A separate fingerprint
-of the shard shows whether it was written.
+of the shard is used to detect writes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import FlatParameter
 
-_WORDS = 1 << 16  # of 8 bytes, at a time: what is computed with stays in the processor's cache
-# How many times that at once, by kind of device: elsewhere starting a kernel costs more than memory.
+_WORDS = 1 << 16  # words of 8 bytes at a time, so that intermediate values fit in the processor's cache
+# The number of such blocks at once, by type of device. On accelerators, kernel launches are more expensive than memory.
 _BLOCKS = {"cpu": 1}
 _BLOCKS_ELSEWHERE = 32
-_SAMPLES = (4, 16)  # places, and elements in each
-_STEP = 6364136223846793005  # an odd multiplier (Knuth's, of his generator of 64 bits)
+_SAMPLES = (4, 16)  # number of places, and of elements in each place
+_STEP = 6364136223846793005  # an odd multiplier (of Knuth's 64-bit generator)
 _MASK = (1 << 64) - 1
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
 def fingerprint(tensor: Tensor) -> int:
     """Return 64 bits that depend on every bit of a tensor and its position, on any device, but not on the dtype.
 
-    They are the `block_sums`, combined as a polynomial.
+    The result is a polynomial of the `block_sums`.
     """
     found = 0
     for one in block_sums(tensor).tolist():
@@ -40,13 +40,13 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def block_sums(tensor: Tensor) -> Tensor:
-    """Return 64 bits of each block of a tensor, on its device, for which the host need not wait.
+    """Return 64 bits for each block of a tensor, on its device, without a synchronization.
 
-    Words of 8 bytes times random odd numbers, summed modulo 2**64: multilinear hashing (Carter and Wegman, Universal
-    classes of hash functions, 1979). Integer sums have no rounding, so their order does not matter. The upper half of
-    each word is first mixed into the lower half, because the topmost bit is otherwise lost in the product.
+    Words of 8 bytes are multiplied by random odd numbers and summed modulo 2**64: multilinear hashing (Carter and
+    Wegman, Universal classes of hash functions, 1979). Integer sums do not depend on the order. The upper half of each
+    word is first mixed into the lower half, because the topmost bit is otherwise lost in the product.
     """
-    # As bytes: a parameter need not begin or end at a whole word.
+    # As bytes, because a parameter may begin or end in the middle of a word.
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     weights = _weights(data.device, _WORDS)
     sums: list[Tensor] = []
@@ -63,9 +63,9 @@ def block_sums(tensor: Tensor) -> Tensor:
 
 
 def fingerprint_of_range(values: Tensor, start: int) -> int:
-    """Return 64 bits of some elements, such that the sum over ranges modulo 2**64 is the value of the whole tensor.
+    """Return 64 bits for a range of elements; the sum over all ranges modulo 2**64 is the value for the whole tensor.
 
-    Like `fingerprint`, but with a word for each element, by its position in the whole tensor.
+    Like `fingerprint`, but with a word for each element, depending on the element's position in the whole tensor.
 
     Args:
         values: the elements, contiguous in memory.
@@ -82,10 +82,10 @@ def fingerprint_of_range(values: Tensor, start: int) -> int:
 
 
 def fingerprint_of_rows(values: Tensor, dim: int, first: int, total: int) -> int:
-    """Return the 64 bits of `fingerprint_of_range` for slices of a tensor along `dim`, as any rank may hold.
+    """Return the 64 bits of `fingerprint_of_range` for slices of a tensor along `dim`.
 
     Args:
-        values: the slices; their elements are runs at equal distances in the whole tensor.
+        values: the slices; their elements form runs at equal distances in the whole tensor.
         dim: the dimension along which the tensor is divided.
         first, total: the index of the first slice, and the size of the whole tensor along `dim`.
     """
@@ -106,13 +106,13 @@ def fingerprint_of_rows(values: Tensor, dim: int, first: int, total: int) -> int
 
 
 def _words(values: Tensor) -> Tensor:
-    """Return the elements of a tensor as a vector of integers of their size, two for each complex number."""
+    """Return the elements of a tensor as a vector of integers of the same size, two for each complex number."""
     real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
     return real.resolve_neg().reshape(-1).contiguous().view(_INTEGERS[real.element_size()])
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Return words of 8 bytes, in which every bit of an element has effects on many."""
+    """Return words of 8 bytes, in which each bit of an element affects many bits."""
     mixed = words.to(torch.int64, copy=True).mul_(_STEP)
     return mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
 
@@ -134,26 +134,26 @@ def sampled(tensor: Tensor) -> Tensor:
 
 
 def _products(part: Tensor) -> Tensor:
-    """The mixed words ``[ceil(n / 8)]`` of n bytes, in memory of their own."""
+    """Return the mixed words ``[ceil(n / 8)]`` of n bytes, in separate memory."""
     if part.numel() % 8 or part.storage_offset() % 8:
         padded = part.new_zeros(-(-part.numel() // 8) * 8)
         padded[: part.numel()] = part
         part = padded
     words = part.view(torch.int64)
-    return (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)  # the shift fills up with the topmost bit
+    return (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)  # the shift is arithmetic
 
 
 @cache
 def _weights(device: torch.device, count: int) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(0x5EED)  # leaves the user's random numbers alone
+    generator = torch.Generator("cpu").manual_seed(0x5EED)  # does not change the user's generator
     numbers = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator, device="cpu")
     return (2 * numbers + 1).to(device)
 
 
 class Fingerprints:
-    """This rank's fingerprints of the parameters of a flat parameter, and of its shard of each.
+    """This rank's fingerprints of the unsharded parameters of a flat parameter, and of its shard of each parameter.
 
-    The fingerprint of an `unsharded` parameter before sharding is None if it had no values, or was changed since.
+    The fingerprint of an `unsharded` parameter is None if the parameter had no values, or was changed after sharding.
     """
 
     def __init__(self, unsharded: Iterable[int | None], shards: Iterable[int]) -> None:
@@ -184,7 +184,7 @@ class Fingerprints:
 
 
 def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int, int] | None:
-    """Return the first rank that differs from rank 0, the number of its first different parameter, and their count.
+    """Return the first rank that differs from rank 0, the number of the first different parameter, and their count.
 
     Parameters that are unknown on any rank are ignored.
     """
@@ -200,12 +200,12 @@ def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int,
 def take_fingerprints(
     flat_param: FlatParameter, params: Sequence[nn.Parameter], rank: int, world_size: int, replicas: int = 1
 ) -> None:
-    """Record the values from which a shard was made: later this rank does not know what other ranks had.
+    """Record fingerprints of the values from which a shard was created, because the unsharded values are freed.
 
     Args:
         flat_param: the shard.
         params: the original parameters.
-        rank, world_size: which shard it is, of how many.
+        rank, world_size: the number of the shard, and the number of shards.
         replicas: the number of ranks that hold this shard.
     """
     layout = flat_param.make_layout(world_size)

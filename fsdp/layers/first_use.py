@@ -1,7 +1,7 @@
-"""The first use of a tree of units: its runtime is made, and the ranks compare their models.
+"""The first use of a tree of units: the runtime is created, and the ranks compare their models.
 
-After that, each forward checks the things that can change meanwhile: values that a load has brought, modules that were
-added, and a `DistributedDataParallel` around the tree.
+After that, each forward checks for later changes: loaded values, added modules, and a `DistributedDataParallel` around
+the tree.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fsdp.layers.verify import agree, agree_on_values, refuse_ddp, refuse_strang
 
 
 def new_runtime(root: Unit) -> Runtime:
-    """Collective. Return the runtime of the tree of an outermost unit, which is the same on all ranks.
+    """Collective. Return the runtime for the tree of an outermost unit, which must be the same on all ranks.
 
     Raises:
-        RuntimeError: if an inner unit already belongs to a root of its own, or has a communication hook; if the ranks
-            built different models; or if a parameter was added after wrapping.
-        ValueError: for parameters that are sharded together, and were given different `grad_dtype`s since.
+        RuntimeError: if an inner unit already belongs to another root, or has a communication hook; if the ranks built
+            different models; or if a parameter was added after wrapping.
+        ValueError: if the user has set different `grad_dtype`s on parameters that are sharded together.
     """
     named_units = units_in(root)
     settle_shares(root, all_inside=True)
@@ -55,7 +55,7 @@ def new_runtime(root: Unit) -> Runtime:
 
 
 def refuse_inner_hooks(root: Unit, named_units: Iterable[tuple[str, Unit]]) -> None:
-    """Raise RuntimeError for a communication hook of inner units only, from before they were known to be inner."""
+    """Raise RuntimeError for a communication hook that was registered only on inner units."""
     for name, unit in named_units:
         hook = unit.policy.comm_hook
         if hook is not None and root.policy.comm_hook is None:
@@ -69,7 +69,7 @@ def refuse_inner_hooks(root: Unit, named_units: Iterable[tuple[str, Unit]]) -> N
 def follow_grad_dtypes(handles: Iterable[FlatParamHandle]) -> None:
     """Keep gradients in the `grad_dtype` that a user has set on sharded parameters."""
     for handle in handles:
-        # The all-gather refuses a parameter whose `.data` was replaced by a tensor of another dtype.
+        # For a parameter whose `.data` was replaced by a tensor of another dtype, the all-gather raises an error.
         listed = [param for param in handle.listed_params if param.dtype == handle.flat_param.dtype]
         dtypes = {param.grad_dtype or param.dtype for param in listed}
         if dtypes <= {handle.kept_grad_dtype}:
@@ -95,10 +95,10 @@ def share_memory(units: Iterable[Unit]) -> None:
 
 
 class Contents:
-    """The modules and parameters that the modules of a tree hold.
+    """The child modules and parameters in all modules of a tree.
 
-    Each forward in training asks whether these are others now, so the loops run in C. Modules may get other
-    dictionaries (`nn.Sequential` does when a part of it is deleted): they are looked up each time.
+    Each forward in training compares them with the previous ones, so the loops run in C. The dictionaries are looked up
+    each time, because modules may replace them, as `nn.Sequential` does when a child is deleted.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -108,12 +108,12 @@ class Contents:
     def _look(self) -> tuple[list[Any], list[str], list[bool]]:
         children = map(dict.values, filter(None, map(itemgetter("_modules"), self._modules)))
         params = list(filter(None, map(itemgetter("_parameters"), self._modules)))
-        # A name that has no parameter (`bias=False`) may get one.
+        # A name without a parameter (`bias=False`) may be assigned a parameter.
         absent = map(is_, chain.from_iterable(map(dict.values, params)), repeat(None))
         return list(chain.from_iterable(children)), list(chain.from_iterable(params)), list(absent)
 
     def have_changed(self) -> bool:
-        """Return whether a module or a parameter was put into one of the modules since, or taken out."""
+        """Return whether a module or parameter was added or removed since the object was created."""
         return self._look() != self._held
 
 
@@ -121,21 +121,21 @@ class TreeChecks(Checks):
     """The checks of a root's tree before its forwards.
 
     Args:
-        runtime: of the root.
+        runtime: the runtime of the root.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._root, self._units, self._handles = runtime.root, runtime.units, runtime.handles
         self._contents = Contents(runtime.root.module)
-        self._await_values = True  # some units, until it was looked at
-        self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
+        self._await_values = True  # values of some units may be missing
+        self._has_compared_values = False  # not compared earlier, because a checkpoint may be loaded before a forward
 
     def before_forward(self, unit: Unit) -> None:
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp(DistributedDataParallel._active_ddp_module, self._root, self._handles)
         if torch.is_grad_enabled() and self._contents.have_changed():
             units = [one for _, one in units_in(self._root)]
-            if units != self._units:  # a new runtime takes over, with checks of its own
+            if units != self._units:  # a new runtime, with new checks, replaces this one
                 self._root.require_idle("run units that were put into the model, or taken out,")
                 for runtime in dict.fromkeys(one.runtime for one in units if one.runtime is not None):
                     runtime.forget()

@@ -26,30 +26,30 @@ from fsdp.engine.unit import Unit, own_modules
 from fsdp.layers.exact_norm import maximum, over_all
 from fsdp.layers.verify import require_sharded
 
-# Gradients (or other values) with the parameters that they are of, which know how they are spread over the ranks.
+# Gradients (or other values) with their parameters, which define how they are spread over the ranks.
 Owned = Sequence[tuple[Tensor, nn.Parameter]]
 
 
 @during("reduce_gradients()")
 def reduce_gradients(model: nn.Module) -> None:
-    """Collective. Reduce the gradients that have accumulated without communication, so that they can be read.
+    """Collective. Reduce gradients that were accumulated without communication, so that they can be read.
 
-    This function is for placements with PARTIAL gradients, and for gradients that were accumulated under `no_sync`.
-    Optimizer steps, scalers and functions that clip gradients reduce PARTIAL gradients by themselves.
+    Use it with placements that have PARTIAL gradients, or for gradients that were accumulated under `no_sync`.
+    Optimizer steps, scalers and clipping functions reduce PARTIAL gradients automatically.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
 
     Raises:
         RuntimeError: inside a forward or backward, and inside `fsdp.join`.
-        TypeError: for another model.
+        TypeError: if the model is not sharded.
     """
     runtime_of(require_sharded(model, "reduce_gradients")).reduce_all()
 
 
 @during("clip_grad_norm_()")
 def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
+    """Collective. Call `clip_grad_norm` for all gradients of a model, outside of forward and backward."""
     runtime.ensure_idle("clip gradients", is_served=True)
     runtime.reduce_deferred()
     runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
@@ -58,7 +58,7 @@ def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_n
 
 @uncompiled
 def clip_by_value(runtime: Runtime, clip_value: float) -> None:
-    """`clip_grad_value` of all gradients of a model, between its passes."""
+    """Call `clip_grad_value` for all gradients of a model, outside of forward and backward."""
     runtime.ensure_idle("clip gradients", is_served=True)
     runtime.reduce_deferred()
     runtime.participation.announce_clip_value(clip_value)
@@ -68,8 +68,8 @@ def clip_by_value(runtime: Runtime, clip_value: float) -> None:
 def clip_grad_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. Scale all gradients to a norm over all ranks of at most `max_norm`; return the previous norm.
 
-    If the norm is not finite and `error_if_nonfinite`, the error names the parameters with such gradients, and no
-    gradient is changed. Gradients that are not reduced yet also raise an error.
+    If the norm is not finite and `error_if_nonfinite` is True, the error names the parameters with such gradients, and
+    no gradient is changed. Gradients that are not reduced yet also raise an error.
     """
     root, reduced, beside = runtime.root, reduced_gradients(runtime), unsharded_parameters(runtime.units)
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
@@ -103,8 +103,8 @@ def norm_over_ranks(
 ) -> Tensor:
     """Collective. Return the norm of the gradients on all ranks of models with the same ranks, in float32 or wider.
 
-    Sums of powers are computed per shard and added over the ranks, and with `DTensor`s also over each dimension of
-    their mesh. For parameters that are not sharded, the mean of these sums over the ranks is used: all ranks compute
+    Sums of powers are computed for each shard and added over the ranks, and with `DTensor`s also over each dimension of
+    their mesh. For parameters that are not sharded, the mean of these sums over the ranks is used. So all ranks compute
     the same norm, which is correct if their gradients are equal. A unit with a separate process group counts once for
     each group of ranks, because each group trains different parameters.
 
@@ -141,7 +141,7 @@ def norm_over_ranks(
 
     shares = [(tensor, copies(param)) for tensor, param in owned]
     comms = [*root.everyone, *(communicator(group, root.device) for group in parallel.groups.values())]
-    # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
+    # From all trained parameters: ranks may have different gradients, but the dtype of sums must be the same.
     dtypes = {param.dtype for param in others if param.requires_grad}
     dtypes |= {handle.kept_grad_dtype for handle in handles.values() if handle.flat_param.requires_grad}
     dtype = torch.float64 if any(each.to_real() is torch.float64 for each in dtypes) else torch.float32
@@ -161,7 +161,7 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_no
             "left as they are, on every rank. Pass error_if_nonfinite=False to clip all the same."
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    # Also where the scale is 1: deciding on the host would make it wait for the device.
+    # Also if the scale is 1: a decision on the host would require a synchronization with the device.
     for grad in grads:
         wide = torch.promote_types(grad.dtype, torch.float32)
         if wide == grad.dtype:
@@ -195,13 +195,13 @@ def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> N
 
 
 def reduced_gradients(runtime: Runtime) -> dict[FlatParamHandle, Tensor]:
-    """Return the gradients of shards that have one; raise an error as `require_reduced`."""
+    """Return the existing gradients of shards, by handle; raise an error as `require_reduced`."""
     require_reduced(runtime.handles)
     return {handle: handle.flat_param.grad for handle in runtime.handles if handle.flat_param.grad is not None}
 
 
 def unsharded_parameters(units: Iterable[Unit]) -> list[nn.Parameter]:
-    """Return the parameters in the modules of units that every rank has for itself: those that the units ignore."""
+    """Return the parameters in the units' modules that are not sharded, because the units ignore them."""
     modules = (module for unit in units for module in own_modules(unit.module))
     listed = (param for module in modules for param in module._parameters.values())
     return list(dict.fromkeys(param for param in listed if param is not None and not is_ours(param)))
@@ -210,12 +210,12 @@ def unsharded_parameters(units: Iterable[Unit]) -> list[nn.Parameter]:
 def _local_total(
     shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return this rank's contribution in `dtype` or wider, from gradients with the number of ranks that share each."""
+    """Return this rank's contribution in `dtype` or wider; `shares` has the number of ranks with the same gradient."""
     total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), dtype)
     shares = [(grad, copies) for grad, copies in shares if grad.numel()]
     if not shares:
         return torch.zeros((), dtype=total_dtype, device=device)
-    # Each in its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
+    # Each in its own dtype, at least float32: a common dtype would drop imaginary parts, or digits of real gradients.
     wide = ((grad, torch.promote_types(grad.dtype, torch.float32)) for grad, _ in shares)
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=each).to(device, total_dtype) for grad, each in wide]
     stacked = torch.stack(norms)
@@ -223,6 +223,6 @@ def _local_total(
         return stacked.max()
     copies = [count for _, count in shares]
     powers = stacked.pow(norm_type)
-    if set(copies) != {1}:  # a tensor of them would be copied from the host, which waits for that
+    if set(copies) != {1}:  # not as a tensor, because a copy from the host would synchronize
         powers = torch.stack(torch._foreach_div(powers.unbind(), copies))
     return powers.sum()

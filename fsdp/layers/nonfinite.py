@@ -1,6 +1,6 @@
-"""The first gradient that is not finite is named on the rank where it comes from, as long as that can be told.
+"""`detect_nonfinite` reports the first gradient that is not finite, on the rank that computed it.
 
-Once the ranks have added their gradients up, what is not a number on one of them is so on all.
+The check runs before the reduction, which would spread a NaN of a single rank to all ranks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fsdp.engine.unit import units_of
 
 @contextmanager
 def detect_nonfinite(model: nn.Module) -> Iterator[None]:
-    """Inside, backward raises an error at the first gradient that is infinite or not a number, on the rank that has it.
+    """Make backward raise an error at the first gradient that is infinite or NaN, on the rank that computed it.
 
-    The other ranks raise a `CollectiveError` that says so; with `recover` all may go on and leave the batch out. Each
-    gradient is read once more, and a device is waited for each time: switch it on to find out where a loss comes from
-    that is not a number. Not with a gradient scaler, which looks for its scale by gradients that are not finite.
+    The other ranks raise a `CollectiveError` with this reason. All ranks can call `recover` and skip the batch. Use
+    the context only to find the cause of a nonfinite loss, because each gradient is read again, with a device
+    synchronization. Do not use it with a gradient scaler, which needs nonfinite gradients to find its scale.
 
     Args:
         model: a sharded model.
 
     Raises:
-        ValueError: if nothing in `model` is sharded.
+        ValueError: if no module in `model` is sharded.
     """
     units = units_of(model.modules())
     if not any(unit.handles for unit in units):

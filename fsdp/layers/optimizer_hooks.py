@@ -1,8 +1,8 @@
-"""The hooks before and after the steps of all optimizers: mistakes that would pass in silence are errors there.
+"""Hooks before and after the steps of all optimizers, which raise errors for mistakes that would be silent.
 
-Before an optimizer's first step, and whenever its parameters, its state or the models have changed since, everything is
-examined that can be wrong with it (`optimizer_mistakes`). In any other step the hooks look only at what a step can
-change: the gradients, the versions of the shards, and the options of the groups.
+An optimizer is fully examined (`optimizer_mistakes`) before its first step, and after its parameters, its state or the
+models have changed. In other steps, the hooks only check properties that change between steps: gradients, versions of
+shards, and options of groups.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 @cache
 def watch_optimizers() -> None:
-    """Accompany the steps of every torch optimizer from now on."""
+    """Register hooks for the steps of all torch optimizers."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 @dataclass
 class _Examined:
-    """An optimizer as it was examined.
+    """The result of an optimizer's examination.
 
     Attributes:
-        key: the identities of its state, which a load replaces, and of its parameters, their dtypes, and the number of
-            parameters that were taken over by then.
-        ours: those that are shards, with the flat parameters that they belong to.
-        parts: what the models that have these note of the optimizer; weakly, because an optimizer keeps no model alive.
+        key: the identities of the optimizer's state (a load replaces it) and parameters, their dtypes, and the number
+            of parameters that units had taken over.
+        ours: the shards among the parameters, with their flat parameters.
+        parts: the parts of models that the optimizer steps. Weak, because an optimizer must not keep a model alive.
         is_settled: all of the shards belong to models that have been used.
-        brought: the flat parameters whose gradients may be kept elsewhere.
+        brought: the flat parameters whose gradients may be on another device.
         on_disk: the shards that are on disk.
-        has_stepped: it has taken a step.
+        has_stepped: the optimizer has taken a step.
     """
 
     key: list[Any]
@@ -89,9 +89,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _mean_over_ranks(optimizer: torch.optim.Optimizer, loss: Any) -> Any:
-    """Collective. Return the mean of the ranks' losses, whose gradients the shards have.
+    """Collective. Return the mean of the ranks' losses, which corresponds to the shards' gradients.
 
-    A search along a line compares losses: with different ones, ranks would call the model different numbers of times.
+    A line search compares losses; with different losses, ranks would call the model different numbers of times.
     """
     part = next((reference() for reference in _examined[optimizer].parts), None)
     if part is None:
@@ -103,7 +103,7 @@ def _mean_over_ranks(optimizer: torch.optim.Optimizer, loss: Any) -> Any:
 
 
 def _prepare(optimizer: torch.optim.Optimizer) -> None:
-    params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))  # `params_of`, in each step
+    params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))  # `params_of`, inlined for speed
     key = [id(optimizer.state), *map(id, params), *map(_DTYPE, params), times_taken[0]]
     known = _examined.get(optimizer)
     is_current = known is not None and known.key == key and known.is_settled and optimizer not in unchecked
@@ -126,7 +126,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
     for owner in known.brought:
         owner.bring_gradient()
-    if isinstance(optimizer, torch.optim.Adafactor):  # which divides by the number of elements on this rank
+    if isinstance(optimizer, torch.optim.Adafactor):  # it divides by the number of elements on this rank
         for param, _ in known.ours:
             if not param.numel():
                 param.grad = None
@@ -135,7 +135,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer, ours: list[tuple[Any, Any]]) -> None:
-    """Raise RuntimeError for gradients that a step would leave out, or could not take."""
+    """Raise RuntimeError for gradients that a step would omit or cannot use."""
     has_gradient = not ours
     for param, owner in ours:
         if param.grad is not None:
@@ -153,7 +153,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer, ours: list[tuple[Any, Any
 
 
 def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]) -> tuple[_Examined, list[Part]]:
-    """Raise an error for an optimizer that cannot step what it has been given, and warn, once, of what looks wrong."""
+    """Raise an error for an optimizer that cannot step its parameters; at the first time, warn of likely mistakes."""
     refuse_shards_of_others(optimizer, unchecked.pop(optimizer, None))
     ours = shards_among(params)
     refuse(optimizer, params, ours)
@@ -177,7 +177,7 @@ def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]
 
 
 def _models_of(owners: Iterable[Any]) -> Iterator[tuple[Runtime, list[FlatParamHandle]]]:
-    """Yield the runtimes of the models that have some of these shards, with the handles of the shards."""
+    """Yield the runtimes of the models that contain some of these shards, with the handles of the shards."""
     wanted = set(map(id, owners))
     for runtime in runtimes():
         if stepped := [handle for handle in runtime.handles if id(handle.flat_param) in wanted]:
@@ -185,12 +185,12 @@ def _models_of(owners: Iterable[Any]) -> Iterator[tuple[Runtime, list[FlatParamH
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:
-    """Return what the optimizer that has stepped a shard has of it; empty if none has."""
+    """Return the state of a shard in the optimizer that has stepped it; empty if there is none."""
     return next((each.state[param] for each, known in _stepping() if param in each.state), {})
 
 
 def optimizers_of(handles: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """Return those that have stepped some of a model's shards."""
+    """Return the optimizers that have stepped some of the handles' shards."""
     shards = {handle.flat_param for handle in handles}
     return [each for each, _ in _stepping() if any(param.owner in shards for param in shards_among(params_of(each)))]
 
@@ -205,7 +205,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if known is None or not known.ours:
         return
     known.has_stepped = True
-    # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
+    # Fused optimizers do not increment versions, which are required to detect that unsharded parameters are stale.
     increment_version([owner for param, owner in known.ours if param.grad is not None])
     for param in known.on_disk:
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)

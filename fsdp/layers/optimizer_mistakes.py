@@ -1,6 +1,6 @@
-"""Optimizers that cannot train what they are given, or not as the user expects: errors, and warnings.
+"""Errors and warnings for optimizers that cannot train their parameters, or not as the user expects.
 
-`fsdp.layers.optimizer_hooks` says when an optimizer is examined.
+`fsdp.layers.optimizer_hooks` defines when an optimizer is examined.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fsdp.layers.listed_shards import is_spread, name_of, names_in, shapes_in, s
 
 
 def refuse(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
-    """Raise RuntimeError for an optimizer that cannot step its `params`, of which `ours` are shards."""
+    """Raise RuntimeError for an optimizer that cannot step its parameters `params`; the shards among these are `ours`."""
     if isinstance(optimizer, torch.optim.LBFGS) and any(is_spread(param) for param in ours):
-        raise RuntimeError(  # ranks would search along other lines each, and call the model another number of times
+        raise RuntimeError(  # line searches would differ between ranks, with different numbers of calls of the model
             "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
             "that works element by element (Adam, AdamW, SGD, ...)."
         )
@@ -41,9 +41,9 @@ def refuse(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any])
 
 
 def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
-    """Raise RuntimeError for a step that torch's gradient scaler takes: it looks at this rank's shards only.
+    """Raise RuntimeError for a step of torch's gradient scaler, which only checks this rank's shards.
 
-    A rank that decides alone to skip a step would train on with other weights than the rest, silently.
+    If a single rank skips a step, it would continue with different weights, without an error.
     """
     step = torch.amp.GradScaler.step.__code__
     frames = (frame for frame in frames_from(sys._getframe(2)) if frame.f_code is step)
@@ -57,7 +57,7 @@ def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
 
 
 def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Raise RuntimeError for an optimizer whose step needs an operation that `DTensor`s lack (seen in torch 2.13)."""
+    """Raise RuntimeError for an optimizer whose step uses an operation that `DTensor` lacks (seen in torch 2.13)."""
     rows = [param for param in ours if is_dtensor(param)]
     if not rows:
         return
@@ -72,7 +72,7 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
             "selects elements by masks, which DTensors do not support: let fsdp.OwnedOptimizer step each rank's rows, "
             'with {"optimizer": torch.optim.Rprop, "sharded": True}'
         )
-    elif type(optimizer).__name__ == "Adafactor":  # torch's, and that of transformers
+    elif type(optimizer).__name__ == "Adafactor":  # of torch and of transformers
         problem = (
             f"combines rows and columns in place, which DTensors such as {name_of(rows[0])} do not support: let it "
             "step whole parameters by owners, with fsdp.OwnedOptimizer"
@@ -100,7 +100,7 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
 
 
 def _fewer_rows_than_ranks(param: Any) -> str:
-    """Describe a parameter whose rows are fewer than the ranks; torch computes with all rows on each rank then."""
+    """Describe a parameter with fewer rows than ranks, for which torch computes with all rows on each rank; else ""."""
     for number, placement in enumerate(param.placements):
         rows, ranks = param.shape[placement.dim] if placement.is_shard() else math.inf, param.device_mesh.size(number)
         if rows < ranks:
@@ -120,9 +120,9 @@ def _is_uneven(param: Any) -> bool:
 
 
 def refuse_missing_gradients(optimizer: str, ours: list[tuple[Any, Any]]) -> None:
-    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
+    """Raise RuntimeError if an optimizer steps shards that have never had a gradient, although a forward was run.
 
-    After a first backward, a step without gradients is allowed, and changes nothing.
+    After the first backward, a step without gradients is allowed, and has no effect.
     """
     shards = {owner for param, owner in ours if param.requires_grad}
     for runtime in runtimes():
@@ -147,14 +147,14 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
         )
 
 
-# Optimizers that look at a parameter's rows and columns, or at its norm or mean, by their classes' names.
+# Class names of optimizers that use a parameter's rows and columns, or its norm or mean.
 _OF_UNSHARDED_PARAMETERS = re.compile(
     "adafactor|muon|shampoo|soap|lamb(?!da)|lars|adam_?mini|novograd|sm3|kron|galore|^(a2grad|adalite|adamp|adatam|aida|"
     "alice|amos|came|conda|dash|emofact|fromage|gravity|mars|nero|racs|ranger|rose|scion(light)?|sgdp|sgdsai|splus|"
     "stableadamw|stablespam|tam)$",
     re.IGNORECASE,
 )
-# Optimizers that cannot work with any division of parameters among ranks, with the reason.
+# Class names of optimizers that do not support any division of parameters among ranks, with the reason.
 _OF_MORE = {
     re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
     "sees what this rank has of them: ranks take steps of different sizes",
@@ -169,14 +169,14 @@ _OF_MORE = {
 
 
 def impossible(kind: str) -> str:
-    """Return why an optimizer of a class of this name cannot train what is sharded; empty if it can."""
+    """Return the reason if an optimizer class with this name cannot train sharded parameters; else ""."""
     return next((reason for names, reason in _OF_MORE.items() if names.search(kind)), "")
 
 
 def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> Iterator[str]:
-    """Yield what an optimizer is not likely to do as the user expects."""
+    """Yield warnings of behavior that the user probably does not expect from an optimizer."""
     kind = type(optimizer).__name__
-    flat = [p for p in ours if not is_dtensor(p) and (p.shape,) != p.owner._shapes]  # others are seen as they were
+    flat = [p for p in ours if not is_dtensor(p) and (p.shape,) != p.owner._shapes]  # with a different shape
     if flat and _OF_UNSHARDED_PARAMETERS.search(kind):
         yield (
             f"{kind} goes by the rows, columns or norms of whole parameters, and gets flat shards, as that with "
@@ -185,10 +185,10 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
             "element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with ignored_parameters, "
             "summing their gradients over the ranks yourself."
         )
-    # prodigyopt's and dadaptation's classes add up their estimates over all ranks if they are told to.
+    # prodigyopt's and dadaptation's classes sum their estimates over all ranks if this option is set.
     adds_up = all(group.get("fsdp_in_use") for group in optimizer.param_groups)
     if any({"rho", "adaptive"} <= group.keys() for group in optimizer.param_groups):
-        kind = "SAM"  # its inner optimizer has its groups, and is all that is seen of first_step() and second_step()
+        kind = "SAM"  # hooks only see the steps of its inner optimizer, which has its groups
     if (reason := impossible(kind)) and not adds_up and any(map(is_spread, ours)):
         yield (
             f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
@@ -202,7 +202,7 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
             "use_orig_params=True and make groups by names, or by `len(param.unsharded_shape)`; or wrap with group_by, "
             "and make groups by `param.group`."
         )
-    one_of_each = {id(param.owner): param for param in ours}.values()  # of each shard
+    one_of_each = {id(param.owner): param for param in ours}.values()  # a parameter of each shard
     if not any(is_dtensor(param) or is_spread(param) for param in one_of_each):
         return
     apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p)]
@@ -219,10 +219,10 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
 
 
 def _names_of_mixed_group(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names in a group by a rule that took shards of matrices and of biases for the same, both being 1-D.
+    """Return the names in a group that contains shards of both matrices and biases, because all shards are 1-D.
 
-    The group for matrices is empty then, or decays nothing but parameters that are not sharded; that for biases has all
-    the shards. A rule by names does the same with flat parameters, whose names say nothing.
+    Then the group for matrices is empty, or has weight decay for unsharded parameters only, and the group for biases
+    contains all shards. A rule by names has the same result with flat parameters.
     """
     for of_shards in optimizer.param_groups:
         params = of_shards["params"]
@@ -247,7 +247,7 @@ def _takes_other_dtypes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_mixed_gradients(optimizer: torch.optim.Optimizer, param: Any) -> None:
-    """Raise RuntimeError if torch's optimizer would fail on a gradient of another dtype, without a name."""
+    """Raise RuntimeError if torch's optimizer would fail on a gradient of another dtype, without naming it."""
     if not _takes_other_dtypes(optimizer):
         raise RuntimeError(
             f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
@@ -257,7 +257,7 @@ def refuse_mixed_gradients(optimizer: torch.optim.Optimizer, param: Any) -> None
 
 
 def _refuse_mixed_state(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Raise RuntimeError if torch's optimizer would fail on state of another dtype, without a name."""
+    """Raise RuntimeError if torch's optimizer would fail on state of another dtype, without naming it."""
     for param in () if _takes_other_dtypes(optimizer) else ours:
         moment = optimizer.state[param].get("exp_avg") if param in optimizer.state else None
         if moment is not None and moment.dtype != param.dtype:

@@ -1,4 +1,4 @@
-"""The state dict of a torch optimizer of shards: a signature says which ranks' shards it is of."""
+"""The state dict of a torch optimizer for shards, with a signature that identifies the rank's shards."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import runtimes
 from fsdp.layers.listed_shards import name_of, params_of, shapes_in, shards_among
 
-# An optimizer's state dict contains under this key, beside `state` and `param_groups`, which ranks' shards it is of, as
-# pairs of a rank and a number of ranks. Version 0.1.0 wrote such a list into each group.
+# The key of the signature in an optimizer's state dict, next to `state` and `param_groups`: pairs of a rank and a
+# number of ranks. Version 0.1.0 wrote such a list into each group.
 SHARDS_OF = "fsdp_shards_of"
 Signature = list[list[int]]
-# Signatures of loaded states. Before the first forward no runtime knows this rank's shards: the next step compares.
+# Signatures of loaded states. Before the first forward, this rank's shards are unknown, so the next step compares them.
 unchecked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Signature] = weakref.WeakKeyDictionary()
 
 
 def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load a state as `torchs` does, but refuse that of the unsharded model and of other ranks."""
+    """Load a state using `torchs`; raise an error for the state of an unsharded model or of another rank."""
     _refuse_state_functions(self)
     signature = signature_of(state_dict)
     refuse_shards_of_others(self, signature)
@@ -45,7 +45,7 @@ def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, st
 
 
 def watch_states(optimizer: torch.optim.Optimizer) -> None:
-    # An optimizer around another one, whose constructor does not call torch's, has a state dict of its own.
+    # Optimizers that wrap another one without calling torch's constructor define their own state dict.
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if hooks is not None and _check_state not in hooks.values():
         optimizer.register_state_dict_post_hook(_check_state)
@@ -59,7 +59,7 @@ def _check_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 def _refuse_state_functions(optimizer: torch.optim.Optimizer) -> None:
     """Raise NotImplementedError if torch's `get_optimizer_state_dict` or a similar function uses an optimizer's state.
 
-    These functions take the shards of each rank, which are ordinary tensors, for the same values on all ranks.
+    These functions assume that the state of each rank's shards, in ordinary tensors, is the same on all ranks.
     """
     if is_called_from("torch.distributed.checkpoint.state_dict"):
         for param in shards_among(params_of(optimizer)):
@@ -72,25 +72,25 @@ def _refuse_state_functions(optimizer: torch.optim.Optimizer) -> None:
 
 
 def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:
-    """Add to an optimizer's state dict whose shards it is of, if other ranks have other shards of its parameters."""
+    """Add the signature to an optimizer's state dict, if other ranks have different shards of its parameters."""
     own = _shards_in(params)
     if any(world_size > 1 for _, world_size in own):
         state_dict[SHARDS_OF] = own
 
 
 def signature_of(state_dict: Mapping[str, Any]) -> Signature:
-    """Return whose shards an optimizer's state dict is of; empty if that was not known when it was made."""
+    """Return the signature of an optimizer's state dict; empty if it was unknown when the state dict was created."""
     found = [state_dict, *state_dict.get("param_groups", ())]
     return sorted({tuple(shards): list(shards) for each in found for shards in each.get(SHARDS_OF, ())}.values())
 
 
 def expect_shards_of(optimizer: torch.optim.Optimizer, signature: Signature) -> None:
-    """Note whose shards the loaded state of an optimizer is of, for the next step."""
+    """Record the signature of an optimizer's loaded state, for a comparison in the next step."""
     unchecked[optimizer] = signature
 
 
 def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signature | None) -> None:
-    """Raise RuntimeError if a state is of other shards than this rank's, as far as both are known."""
+    """Raise RuntimeError if a state belongs to different shards than this rank's, if both are known."""
     own = _shards_in(params_of(optimizer)) if signature else []
     if own and own != signature:
         theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature or [], own))
@@ -103,7 +103,7 @@ def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signatu
 
 
 def _shards_in(params: Iterable[Any]) -> Signature:
-    """Return the ranks' shards, of how many, of parameters; nothing while that is not known, or torch knows."""
+    """Return pairs of rank and number of ranks for shards of parameters, without `DTensor`s; empty if unknown."""
     ours = {id(param.owner) for param in shards_among(params) if not is_dtensor(param)}
     handles = (handle for runtime in runtimes() for handle in runtime.handles) if ours else ()
     comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
@@ -111,7 +111,7 @@ def _shards_in(params: Iterable[Any]) -> Signature:
 
 
 def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError for state of unsharded parameters, which torch would give to shards or refuse without remedy."""
+    """Raise ValueError for state of unsharded parameters; torch would assign it to shards, or fail without remedy."""
     own = [group["params"] for group in optimizer.param_groups]
     spread = [param for param in shards_among(chain.from_iterable(own)) if param.owner._is_sharded]
     if not spread:
@@ -146,24 +146,24 @@ def _is_of_unsharded(value: Any, param: Any) -> bool:
     return value.shape != param.shape and value.shape in shapes_in(param)
 
 
-# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
-# the value for its one element.
+# The keys of state in torch's optimizers that has a single value for each parameter. Other 0-d state of a 0-d parameter
+# has a value for each element.
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def is_number(
     key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
 ) -> bool:
-    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter (or shard) as such.
+    """Return whether a tensor of shape `found` in an optimizer's state is a single value for a parameter or shard.
 
-    A 0-d parameter tells nothing by its `shape`; by key, `has_elements` says whether others have a value for each
-    element.
+    For a 0-d parameter, the `shape` is not sufficient; `has_elements` then contains by key whether the state of other
+    parameters has a value for each element.
     """
     return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
 
 
 def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
-    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
+    """Return by key whether the state of parameters that are not 0-d has a value for each element."""
     found: dict[str, bool] = {}
     for shape, state in states:
         if shape:
@@ -173,9 +173,9 @@ def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -
 
 
 def _become_dtensors(optimizer: torch.optim.Optimizer) -> None:
-    """Make `DTensor`s of plain tensors in the state of `DTensor`s without dimensions.
+    """Convert plain tensors in the state of 0-d `DTensor`s to `DTensor`s.
 
-    `torch.distributed.checkpoint.state_dict` shards a full state by its shapes, and leaves 0-d tensors as they are.
+    `torch.distributed.checkpoint.state_dict` shards a full state by its shapes, and does not convert 0-d tensors.
     """
     single = [param for param in shards_among(params_of(optimizer)) if is_dtensor(param) and not param.dim()]
     states = ((param.shape, state) for param, state in optimizer.state.items())

@@ -1,6 +1,6 @@
-"""Frozen parameters that are sharded as bytes: vectors of bytes stand in for them while a unit is made.
+"""Frozen parameters that are sharded as bytes. Vectors of bytes replace them while a unit is created.
 
-`PackedForm` makes these vectors. `PackedParameters` are the unsharded parameters in their own form, around one buffer.
+`PackedForm` creates the vectors. `PackedParameters` are the unsharded parameters, as views of a buffer of bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fsdp.layers.packing import ALIGNED, Packing
 
 
 class PackedParameters(UnshardedParameters):
-    """Frozen parameters whose inner tensors are views of one buffer of bytes; for arguments see `UnshardedParameters`.
+    """Frozen parameters whose inner tensors are views of a buffer of bytes; for arguments see `UnshardedParameters`.
 
-    The flat parameter knows the form of each; those without a form are vectors of bytes.
+    The flat parameter's `packings` define the form of each parameter; without a packing, it is a view of the buffer.
     """
 
     def __init__(self, flat_param: FlatParameter, layout: Layout, full: Tensor, **others: Any) -> None:
         self._packings = flat_param.packings
-        self._inside = dict[int, list[Tensor]]()  # the bytes of each leaf and its inner tensors, by its id
+        self._inside = dict[int, list[Tensor]]()  # by a leaf's id, its bytes and its inner tensors
         super().__init__(flat_param, layout, full, **others)
         self._watch(self._inside)
         if self.is_shard:
@@ -63,20 +63,20 @@ class PackedParameters(UnshardedParameters):
         return leaf if packing is None else nn.Parameter(packing.pack_form(leaf), requires_grad=False)
 
     def moved(self) -> list[int]:
-        return []  # the class of a parameter decides what its ``.data`` is
+        return []  # the class of a parameter defines its ``.data``
 
 
 def pack_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook: replace values for parameters that are sharded as bytes by their bytes."""
+    """Hook of a load: convert values for parameters that are sharded as bytes to bytes."""
     for name, packing in _join_loaded(unit, module, state_dict, prefix):
         if not is_dtensor(state_dict[name]):
             state_dict[name] = packing.pack(state_dict[name])
 
 
 def join_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Complete values for parameters that are sharded as bytes, if their class saves a part of them beside them.
+    """Complete the values of parameters that are sharded as bytes, if their class saves parts under separate keys.
 
-    Summoned parameters take values as in the unsharded model.
+    Summoned parameters are loaded as in the unsharded model.
     """
     if not any(is_packed(param, in_rows=True) for param in module._parameters.values() if param is not None):
         for _joined in _join_loaded(unit, module, state_dict, prefix):
@@ -95,7 +95,7 @@ def _join_loaded(
 
 
 class PackedForm:
-    """The form of a unit with parameters that are sharded as bytes: vectors of bytes stand in for these.
+    """The form of a unit with parameters that are sharded as bytes, using vectors of bytes in their place.
 
     Args:
         form: the form of the unit.
@@ -105,11 +105,11 @@ class PackedForm:
     def __init__(self, form: Sharder, packed: Iterable[nn.Parameter]) -> None:
         self._form, self._packed = form, list(packed)
         self._found: Found = {}  # with the stand-ins
-        self._packings: dict[nn.Parameter, Packing] = {}  # by its stand-in
+        self._packings: dict[nn.Parameter, Packing] = {}  # by the stand-in
         self._originals: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
-        """Return the parameters with a stand-in for each that is sharded as bytes."""
+        """Return the parameters, with a stand-in for each parameter that is sharded as bytes."""
         ids = set(map(id, self._packed))
         for param, places in found.items():
             self._found[self._stand_in(places[0].fqn, param) if id(param) in ids else param] = places
@@ -118,14 +118,14 @@ class PackedForm:
     def _stand_in(self, name: str, param: nn.Parameter) -> nn.Parameter:
         packing = Packing(name, param)
         made = nn.Parameter(packing.pack_form(param), requires_grad=False)
-        own = vars(packing.unpack(made.detach()))  # inner tensors among them
+        own = vars(packing.unpack(made.detach()))  # including inner tensors
         give_attributes(made, {key: value for key, value in attributes_of(param).items() if key not in own})
         self._packings[made] = packing
         self._originals.append((param, made))
         return made
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
-        """Shard the parameters; those of bytes are unsharded in their own form.
+        """Shard the parameters. Stand-ins are unsharded in the original form of their parameters.
 
         Raises:
             ValueError: for parameters that a unit with mixed precision would have to cast.
@@ -146,7 +146,7 @@ class PackedForm:
         ]
 
     def _follow(self, found: Found) -> None:
-        """Use the parameters that have taken the places of those of `prepare`, in the same order."""
+        """Use the parameters that replace the parameters of `prepare`, in the same order."""
         now = dict(zip(self._found, found, strict=True))
         self._found = found
         self._packings = {now[param]: packing for param, packing in self._packings.items()}
@@ -160,16 +160,16 @@ class PackedForm:
     def _block_of(self, params: Sequence[nn.Parameter], unit: Unit, how: Mapping[str, Any]) -> int:
         """Return the number of elements that a flat parameter never divides: the user's, unless these are bytes.
 
-        A range of a flat shard has whole elements of any dtype, so that files contain integers as integers. Rows of
-        bytes are parts of classes, which files contain as bytes.
+        A range of a flat shard contains whole elements of any dtype, so that files contain integers as integers. Rows
+        of bytes are parts of classes, which files contain as bytes.
 
         Args:
             params: the parameters.
-            unit: their unit.
+            unit: the unit of the parameters.
             how: arguments of `FlatParameter.shard_of`.
 
         Raises:
-            ValueError: for rows of torch.uint8 beside bytes that are no whole blocks.
+            ValueError: for rows of torch.uint8 parameters in the same group that are not whole blocks.
         """
         block = unit.placements.block_numel
         if not any(param in self._packings for param in params):

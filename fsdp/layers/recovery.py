@@ -37,7 +37,7 @@ from fsdp.engine.unit import Unit, outermost_units, units_in
 from fsdp.layers.optimizer_hooks import optimizers_of
 
 _CALL = "fsdp.recover()"
-_AT_MOST = 100_000  # things that a rank has to let go of
+_AT_MOST = 100_000  # resources that a rank releases
 
 
 def recover(model: nn.Module) -> bool:
@@ -52,7 +52,7 @@ def recover(model: nn.Module) -> bool:
                 except Exception:
                     if fsdp.recover(model):
                         continue  # with the same batch
-                break  # and go on with the next one
+                break  # continue with the next batch
 
     Call it on the rank that has caught an exception, and on the other ranks, which then raise a `CollectiveError`.
     Unsharded parameters and all gradients of the model are discarded. Process groups are reconnected: the groups of
@@ -73,7 +73,7 @@ def recover(model: nn.Module) -> bool:
             its gradients. All ranks are idle then, and can load a checkpoint. Also if a rank has exited, if groups do
             not use gloo, or inside a forward, a backward, or `fsdp.join`.
         ValueError: if `model` is not sharded.
-        TypeError: if `model` is no module.
+        TypeError: if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_CALL} needs a sharded model, got {model!r}")
@@ -86,12 +86,12 @@ def recover(model: nn.Module) -> bool:
 
 
 class _State(NamedTuple):
-    """The steps of a rank, as the ranks tell each other."""
+    """The steps of a rank, which the ranks exchange."""
 
     taken: int = 0
-    backwards: int = 0  # that have ended, the last of them before the next step
-    can_step: bool = False  # it knows the optimizer to take a step with, which has not begun to write
-    problem: str = ""  # why its weights are not those of the last step; empty if they are
+    backwards: int = 0  # the number of completed backwards
+    can_step: bool = False  # the rank knows the optimizer for the missing step
+    problem: str = ""  # the reason if the weights differ from the result of the last step; else empty
 
 
 def _recover(root: Unit) -> bool:
@@ -125,7 +125,7 @@ def _recover(root: Unit) -> bool:
             for handle in unit.handles:
                 handle.zero_grad()
         if runtime is not None:
-            runtime.forget()  # the next forward begins with orders of units and journals that are alike on all ranks
+            runtime.forget()  # the next forward creates orders of units and journals that are the same on all ranks
     return bool(late) and not is_late
 
 
@@ -144,7 +144,7 @@ def _steps_of(runtime: Runtime) -> tuple[torch.optim.Optimizer | None, _State]:
 
 
 def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
-    """Return why ranks cannot come to the same weights, if they can't, and those that have to take a step yet."""
+    """Return the reason if the ranks cannot reach the same weights, else "", and the ranks that must still step."""
     for problem in filter(None, (state.problem for state in heard.values())):
         return f"{named(rank for rank, state in heard.items() if state.problem == problem)} {problem}.", ()
     most = max(state.taken for state in heard.values())
@@ -176,7 +176,7 @@ def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicat
 
 
 def _repeat(end: Callable[[], None]) -> None:
-    """Call a function repeatedly that releases resources and raises an error for each incomplete collective."""
+    """Call a function that releases resources until no incomplete collective raises an error."""
     for _ in range(_AT_MOST):
         with suppress(CollectiveError):
             end()

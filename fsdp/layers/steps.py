@@ -1,9 +1,9 @@
-"""Optimizer steps are entered in journals, by which the ranks find out that they have not taken the same ones.
+"""Optimizer steps are recorded in journals, which the ranks compare to detect different steps.
 
-A rank with another learning rate, or one that leaves a step out, would train on in silence: its shards would belong
-to another model. So each step is noted with its optimizer's class and options, on the page of the backward before it
-(`distributed.journal`). Writes to shards and gradients between steps are noted too: a rank may write, if all ranks
-do. Every thousand backwards ranks that hold the same shards note what those are, too.
+If a rank used a different learning rate or omitted a step, its shards would belong to a different model, without an
+error. So each step is recorded with the optimizer's class and options, on the page of the previous backward
+(`distributed.journal`). Writes to shards and gradients between steps are recorded too, because all ranks must make the
+same writes. Every thousand backwards, ranks that hold the same shards also record checksums of them.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _REPLICAS_DIFFER = Finding(
 
 
 _GRAD = attrgetter("grad")
-_VERSION_OF_DTENSOR = attrgetter("_version", "_local_tensor._version")  # of its local tensor, which counts by itself
+_VERSION_OF_DTENSOR = attrgetter("_version", "_local_tensor._version")  # the local tensor has a separate version
 _PLAIN = {int, float, bool, str, type(None)}  # types of options that cannot be changed in place
-_SLOT_BITS = 32  # of a parameter's number, which has its handle's before
+_SLOT_BITS = 32  # for the parameter's number, below the number of the handle
 
 
 class Rest:
-    """A shard as the last optimizer step has left it."""
+    """The state of a shard after the last optimizer step."""
 
     def __init__(self, handle: FlatParamHandle) -> None:
-        self.handle, self.listed = handle, list(handle.listed_params)  # these have the gradients
+        self.handle, self.listed = handle, list(handle.listed_params)  # the parameters with gradients
         has_rows = is_dtensor(handle.listed_params[0])
         self.tensors = self.listed if has_rows else [handle.flat_param]  # their versions count all writes to the shard
-        self.version = _VERSION_OF_DTENSOR if has_rows else version_of  # returns the version of one of these
+        self.version = _VERSION_OF_DTENSOR if has_rows else version_of  # function that returns a tensor's version
         self.left: list[Any] | None = None  # the versions after the last step; None before the first step
 
 
@@ -74,13 +74,13 @@ class Part:
     def __init__(self, steps: Steps, handles: Sequence[FlatParamHandle]) -> None:
         self.steps, self.handles = steps, handles
         self.watched = steps.watched(handles)
-        self.counts: dict[str, int] = {}  # of writes to the gradients of the last step, by handles
-        self.written: list[str] = []  # what is noted of these
-        self._options: list[Any] = []  # of the last step, and what was noted of it
+        self.counts: dict[str, int] = {}  # of writes to the gradients of the last step, by handle names
+        self.written: list[str] = []  # the recorded texts of these counts
+        self._options: list[Any] = []  # of the last step, with their text
         self._text = ""
 
     def described(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the text that must be alike on all ranks; it is made again only if an option has changed."""
+        """Return the text that must be the same on all ranks; updated only if an option has changed."""
         options: list[Any] = []
         for group in optimizer.param_groups:
             options.append(len(group["params"]))
@@ -91,7 +91,7 @@ class Part:
         return self._text
 
 
-_counts: dict[Any, int] = made_once_for_groups()  # how many trees of units were used, by the default group and ranks
+_counts: dict[Any, int] = made_once_for_groups()  # the number of used trees, by the default group and the ranks
 
 
 def _count(root: Unit) -> int:
@@ -104,14 +104,14 @@ def _count(root: Unit) -> int:
 class Steps:
     """The steps of the optimizers of a model on this rank.
 
-    The ranks compare three things by journals: the options of each step, whether shards were written between steps, and
-    how often gradients were. A step costs a look at the version of each tensor.
+    The ranks compare, using journals, the options of each step, whether shards were written between steps, and how
+    often gradients were written. A step only reads the version of each tensor.
 
     Args:
-        root: the outermost unit; all ranks have numbered its handles alike.
+        root: the outermost unit; the handles' numbers must be the same on all ranks.
 
     Attributes:
-        backwards: the number of backwards that have ended and reduced gradients.
+        backwards: the number of completed backwards that reduced gradients.
         taken: the number of steps.
     """
 
@@ -124,8 +124,8 @@ class Steps:
         self._journal: Journal | None = None
         self._has_warned = False
         self._rests: dict[FlatParamHandle, Rest | None] = {}  # of the shards that were stepped; None: not watched
-        self._looked_at: int | None = None  # the number of backwards before the last look at all of these
-        self._of_replicas: dict[Any, Journal] = {}  # by the group of ranks
+        self._looked_at: int | None = None  # the number of backwards before the last check of all these shards
+        self._of_replicas: dict[Any, Journal] = {}  # by the process group
         number = _count(self.root) if peers_answer(self.root.everyone) else 0
         for handle in self.handles if number else ():
             comms = handle.comm, handle.replicas
@@ -141,12 +141,12 @@ class Steps:
         return [handle for _, unit in units_in(self.root) for handle in unit.handles]
 
     def part(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> Part:
-        """Return the part of the model that an optimizer steps; it lives as long as the model and the optimizer."""
+        """Return the part of the model that an optimizer steps; it is kept as long as the model and the optimizer."""
         found = self._parts[optimizer] = Part(self, handles)
         return found
 
     def watched(self, handles: Iterable[FlatParamHandle]) -> list[Rest]:
-        """Return the state at rest of those of these shards that all ranks change if a single rank does."""
+        """Return the `Rest` of each of these shards, without shards that ranks may change separately."""
         for handle in handles:
             rest = self._rests.get(handle)
             listed = list(map(id, handle.listed_params))
@@ -155,7 +155,7 @@ class Steps:
         return [rest for handle in handles if (rest := self._rests[handle]) is not None]
 
     def end_backward(self) -> None:
-        """Note that a backward has ended, and reduced gradients."""
+        """Record that a backward has ended and reduced gradients."""
         self.backwards += 1
         if self._journal is not None:
             self._journal.page = self.backwards
@@ -163,13 +163,13 @@ class Steps:
             self._compare_replicas()
 
     def begin(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
-        """Note that an optimizer is about to step shards, which have all their gradients.
+        """Record that an optimizer is about to step shards, which have all their gradients.
 
-        Note what was written since the last steps, and to the gradients of these shards since the last backward. All
-        shards are looked at in the first step after each backward.
+        Also record writes to shards since the last steps, and to the gradients of these shards since the last backward.
+        All shards are checked in the first step after each backward.
 
         Raises:
-            RuntimeError: if it is known that the ranks' models differ.
+            RuntimeError: if the ranks' models are known to differ.
         """
         for journal in self.journals:
             if journal.difference:
@@ -205,14 +205,14 @@ class Steps:
                 changes.append(f"{_CHANGES_DIFFER.begin}{rest.handle.name} has no gradient of {', '.join(names)}")
         if counts != part.counts:
             part.counts, part.written = counts, list(_written_gradients(counts))
-        for change in (*changes, *part.written):  # a line that is there twice says no more
+        for change in (*changes, *part.written):  # counted once, even if recorded twice
             own.notes.setdefault(own.page, {})[object(), change] = 1
 
     def end(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
-        """Note that a step was taken, and what it has left."""
+        """Record a completed step, and the versions of shards after the step."""
         self._begun = None
         self.taken += 1
-        if self._journal is not None:  # without a call of `Journal.note`: this is done in each step
+        if self._journal is not None:  # `Journal.note` is inlined, because this runs in each step
             notes, key = (
                 self._journal.notes.setdefault(self._journal.page, {}),
                 (id(optimizer), part.described(optimizer)),
@@ -227,12 +227,12 @@ class Steps:
 
     @property
     def interrupted(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose step has begun and not ended."""
+        """The optimizer whose step has begun, but not ended."""
         return None if self._begun is None else self._begun[0]()
 
     @property
     def problem(self) -> str:
-        """A text that says why the weights are not those of the last step, which all ranks have taken."""
+        """The reason if the weights differ from the result of the last step that all ranks have completed; else ""."""
         if any(journal.difference for journal in self.journals):
             return "have different models, as was reported"
         optimizer = self.interrupted
@@ -243,7 +243,7 @@ class Steps:
     def _compare_replicas(self) -> None:
         self._compared_at = self.backwards
         for handle in self.handles:
-            # A user's hook in the place of the all-reduce may keep replicas apart on purpose.
+            # A user's hook that replaces the all-reduce may let replicas differ on purpose.
             if not handle.is_replicated or handle.policy.all_reduce_hook is not None:
                 continue
             for slot, shard in zip(handle.layout.slots, handle.values.local_shards, strict=True):
@@ -255,7 +255,7 @@ class Steps:
 
 
 def _written_gradients(counts: dict[str, int]) -> Iterator[str]:
-    """Yield how often gradients were written: one line for what is the same of most of them, as after clipping."""
+    """Yield texts with the number of writes to gradients; a single text for the most frequent number, as after clipping."""
     tally = Counter(counts.values())
     usual = min(tally, key=lambda times: (-tally[times], times), default=0)
     if usual:
@@ -266,9 +266,9 @@ def _written_gradients(counts: dict[str, int]) -> Iterator[str]:
 
 
 def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:
-    """Return whether all ranks change a shard if one does.
+    """Return whether all ranks change a shard if a single rank does.
 
-    Units may have ranks of their own; and of parameters that a rank has nothing of, users leave local shards out.
+    This may be false for units with separate ranks, and for empty local shards, which users may omit.
     """
     if root.comm not in (handle.comm, handle.replicas) or handle.is_local:
         return False
@@ -279,10 +279,10 @@ def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:
 
 
 def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> str:
-    """Return what must be alike on all ranks when an optimizer has stepped these handles' shards.
+    """Return a text that must be the same on all ranks when an optimizer has stepped these handles' shards.
 
-    Options that the user has added to groups are left out, and what other ranks may have none of: local shards of
-    original parameters are often empty, and may not be listed.
+    It excludes options that the user has added to groups, and the number of local shards of original parameters, which
+    may be empty and not listed on other ranks.
     """
     kind, lines, order = type(optimizer).__name__, [], array("q")
     listed = ((handle.tags.number << _SLOT_BITS, handle.listed_params) for handle in handles)
@@ -301,10 +301,10 @@ def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHand
 
 
 def _shown(value: Any) -> str:
-    """Return an option as text, so that it does not depend on the last bits of a number; empty if it cannot be told."""
+    """Return an option as text, without the last bits of a number; empty if ranks cannot compare the option."""
     if isinstance(value, Tensor):
         if not is_host(value.device) or value.numel() != 1:
-            return ""  # nobody waits for a device
+            return ""  # without a device synchronization
         value = value.item()
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -316,14 +316,14 @@ def _shown(value: Any) -> str:
 def _version(optimizer: torch.optim.Optimizer) -> int:
     """Return a number that changes when a step has begun to write.
 
-    A step writes to the first parameter that has a gradient, and to its state, before others or together with them.
+    A step writes to the first parameter with a gradient, and to its state, before other parameters or with them.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
                 version = int(param._version)
                 for value in optimizer.state[param].values() if param in optimizer.state else ():
-                    if isinstance(value, Tensor) and not value.is_inference():  # which have no versions
+                    if isinstance(value, Tensor) and not value.is_inference():  # inference tensors have no version
                         version += value._version
                 return version
     return 0

@@ -2,16 +2,16 @@
 
 Changes of `fully_shard` to `DTensor` are in `dtensor_params`, `counted_data` and `distributed.gathered_part`.
 
-Each of them receives tensors that a model lists, or the state of their optimizer. The original function would use this
-rank's shards as if they were the whole parameters: a plain training loop would be wrong without an error. So
-these functions look for shards among their arguments, and do for shards what they would do for the unsharded
-parameters. `DTensor`s (`fully_shard`) too: torch would communicate without a name for it, fails for several meshes and,
-with the infinity norm, on ranks without rows.
+Each function receives tensors that a model lists, or the state of an optimizer for them. The original function would
+treat this rank's shards as whole parameters, so a plain training loop would be wrong without an error. The replacements
+look for shards among their arguments, and compute the same result for shards as for the unsharded parameters. They also
+replace torch's behavior for `DTensor`s (`fully_shard`): torch would use unnamed collectives, and fails for multiple
+meshes and, with the infinity norm, on ranks without rows.
 
-The environment variable FSDP_TORCH_FUNCTIONS=0 leaves all of torch's functions as they are.
+With the environment variable FSDP_TORCH_FUNCTIONS=0, no function is replaced.
 
-The clipping functions stay the same objects, because programs import them by name: torch's decorator keeps the function
-that it calls in a closure cell, and the cell is given ours.
+The clipping functions stay the same objects, because programs import them by name. torch's decorator stores the called
+function in a closure cell, whose content is replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Tensors = Tensor | Iterable[Tensor]
 _NAMED = 5  # parameters in one message
 
 
-@uncompiled  # what finds shards looks at all models and modules of the process
+@uncompiled  # finding shards iterates over all models of the process
 def _clip_grad_norm(
     torchs: Callable[..., Tensor],
     parameters: Tensors,
@@ -98,7 +98,7 @@ def _get_total_norm(
 
 
 class Models:
-    """The sharded models that parameters are of which a function was given; `handles` are by ids of flat parameters."""
+    """The sharded models that contain the arguments of a function; `handles` are by ids of flat parameters."""
 
     def __init__(
         self, params: Sequence[Any], function: str, handles: Mapping[int, tuple[Runtime, FlatParamHandle]]
@@ -110,7 +110,7 @@ class Models:
 
     @property
     def whole(self) -> Runtime | None:
-        """The only model, if all of its parameters that are trained or have gradients were given, once, alone."""
+        """The only model, if the arguments are distinct parameters of it, with all that are trained or have gradients."""
         given = {id(param) for param in self._params}
         if len(self._runtimes) != 1 or len(given) < len(self._params):
             return None
@@ -135,7 +135,7 @@ class Models:
             runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
 
     def shown(self, norm: Tensor) -> Tensor:
-        """A norm as torch gives it: of `DTensor`s it is one."""
+        """Return a norm in torch's form: for `DTensor`s, the norm is a `DTensor`."""
         part = MeshPart.of(self._params[0])
         if part is None:
             return norm
@@ -145,11 +145,11 @@ class Models:
 
     @uncompiled
     def norm(self, owned: Owned, norm_type: float, max_norm: float | None = None) -> Tensor:
-        """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to.
+        """Collective. Return the norm over all ranks of given tensors, each with its parameter.
 
         With `max_norm`, the tensors are about to be clipped to this norm.
         """
-        groups: dict[Any, list[Runtime]] = {}  # one exchange for those with the same ranks
+        groups: dict[Any, list[Runtime]] = {}  # a single exchange for all models with the same ranks
         for runtime in self._runtimes:
             groups.setdefault(runtime.root.ranks or runtime, []).append(runtime)
         known = {id(one.flat_param): key for key in groups for runtime in groups[key] for one in runtime.handles}
@@ -168,15 +168,15 @@ class Models:
 
 
 def _models_of(params: Sequence[Any], function: str, *, of_values: bool = False) -> Models | None:
-    """Return the sharded models that parameters are of, which must have been used; None for torch's own function.
+    """Return the sharded models with these parameters, which must have been used; None if torch's function is correct.
 
-    torch's function is right for parameters that are not sharded, and for `DTensor`s before the first run of their
-    model. Hooks inside of a pass may clip single `DTensor`s, which torch does.
+    torch's function is correct for parameters that are not sharded, and for `DTensor`s before the first run of their
+    model. Hooks during a forward or backward may also use it to clip single `DTensor`s.
 
     Args:
         params: any tensors.
         function: the name of torch's function, for errors.
-        of_values: parameters without gradients count as well.
+        of_values: If True, parameters without gradients count as well.
     """
     shards = shards_among(params)
     if not shards:
@@ -227,7 +227,7 @@ def _parameters(runtime: Runtime) -> list[nn.Parameter]:
 
 
 def _with_parameters(tensors: Sequence[Any]) -> Owned:
-    """Each tensor with the parameter that it is, or is the gradient of; with itself if it is neither."""
+    """Return each tensor with its parameter: itself, or the parameter whose gradient it is."""
     owners: dict[Any, Any] = {}
     for param in (param for runtime in runtimes() for param in _parameters(runtime)):
         owners[id(param)] = param
@@ -238,7 +238,7 @@ def _with_parameters(tensors: Sequence[Any]) -> Owned:
 
 
 def _local_value(tensor: Tensor, param: Any) -> Tensor:
-    """This rank's part, in the placements of the parameter. Collective if a gradient was assigned with others."""
+    """Return this rank's part, in the parameter's placements. Collective if a gradient has different placements."""
     part = MeshPart.of(param)
     return local_part(tensor) if part is None else part.gradient(tensor)
 
@@ -248,7 +248,7 @@ def _listed(tensors: Tensors) -> list[Any]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:
-    """Return where in memory a plain tensor begins, by which a detached gradient is known; None if it has no place."""
+    """Return the memory and offset of a plain tensor, which identify a detached gradient; None without memory."""
     memory = 0 if is_dtensor(tensor) or isinstance(tensor, Placeholder) else memory_of(tensor)
     return (memory, int(tensor.storage_offset())) if memory else None
 
@@ -276,7 +276,7 @@ def _backward(torchs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def _freed_like(message: str) -> list[str]:
-    """Return the sharded parameters that autograd may mean when it says that what it has saved was changed."""
+    """Return the sharded parameters whose shape is in autograd's error about a changed saved tensor."""
     told = re.search(r"modified by an inplace operation: \[torch\.\S+ \[([\d, ]*)\]\]", message)
     if told is None:
         return []
@@ -307,7 +307,7 @@ def _leaves_of_all(inputs: Any) -> Any:
 
 
 def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
-    """Return what autograd knows in the place of a shard, or a local shard."""
+    """Return the unsharded leaves in autograd's graph that correspond to a shard or a local shard."""
     return [leaf for slot, leaf in enumerate(handle.unsharded.leaves) if handle.listed.param_of(slot) is param]
 
 
@@ -317,7 +317,7 @@ class Replaced(NamedTuple):
     Attributes:
         name: the public name.
         function: torch's function, in its form since torch 2.11.
-        ours: is called with torch's function and its arguments.
+        ours: the replacement, which is called with torch's function and its arguments.
     """
 
     name: str
@@ -325,15 +325,15 @@ class Replaced(NamedTuple):
     ours: Callable[..., Any]
 
 
-# Each with the error of a plain training loop without it.
+# Each with the error of a plain training loop without the replacement.
 REPLACED = (
     # Each rank would scale its gradients by the norm of its own shards.
     Replaced("torch.nn.utils.clip_grad_norm_", nn.utils.clip_grad_norm_, _clip_grad_norm),
-    # Each rank would get the norm of its own shards. torch's own name of the function is private.
+    # Each rank would get the norm of its own shards. torch's name of the function is private.
     Replaced("torch.nn.utils.get_total_norm", clip_grad._get_total_norm, _get_total_norm),
     # backward(inputs=...) with parameters that a model lists would compute no gradients.
     Replaced("torch.autograd.backward", torch.autograd.backward, _backward),
-    # Ranks would go on with the state of another rank's shards.
+    # Ranks would continue with the state of another rank's shards.
     Replaced("torch.optim.Optimizer.load_state_dict", torch.optim.Optimizer.load_state_dict, load_state_dict),
 )
 

@@ -1,8 +1,8 @@
-"""The ranks compare their units before the first use: otherwise shards of different models would be combined.
+"""Comparisons of units across ranks before the first use; otherwise shards of different models could be combined.
 
-When a tree is used first, all ranks must have the same units with the same options (`agree`), and must have wrapped the
-same values (`agree_on_values`, by `layers.fingerprints`). On each rank, all trained parameters must be sharded, by a
-single library (`refuse_strangers`, `refuse_ddp`).
+At the first use of a tree, all ranks must have the same units with the same options (`agree`), and must have wrapped
+the same values (`agree_on_values`, using `layers.fingerprints`). On each rank, all trained parameters must be sharded,
+by a single library (`refuse_strangers`, `refuse_ddp`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper, units_
 from fsdp.layers.fingerprints import first_difference
 from fsdp.layers.managed_params import ddp_message, text_of_key
 
-# Of each unit, by its name, what the ranks must have alike, by what messages call that.
+# For each unit's name, the properties that must be the same on all ranks, by their names in messages.
 Plan = list[tuple[str, dict[str, Any]]]
 
-# In the place of the fingerprint of values that a rank does not write. Zeros have the fingerprint 0.
+# Replaces the fingerprint of a value that a rank does not write. The fingerprint of zeros is 0.
 NOT_WRITTEN = -1
 
 # The units that all ranks have compared.
@@ -42,7 +42,7 @@ agreed: WeakSet[Unit] = WeakSet()
 
 
 def require_sharded(model: Any, what: str) -> Unit:
-    """Return the unit of a wrapper or of a module under `fully_shard`; a TypeError for anything else."""
+    """Return the unit of a wrapper or of a module under `fully_shard`; raise TypeError for other objects."""
     unit = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
     if unit is None:
         raise TypeError(
@@ -82,7 +82,7 @@ def agree(root: Unit, *, to_run: bool = False) -> None:
 def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
     autocast = autocast_dtype(device.type) if to_run else None
     return {
-        "torch": torch.__version__.split("+")[0],  # whatever it was built for
+        "torch": torch.__version__.split("+")[0],  # for any build
         "fsdp": __version__,
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
@@ -111,7 +111,7 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
 
 
 def _saved_buffers(unit: Unit) -> Iterator[str]:
-    """Yield a unit's persistent buffers; others, such as caches, may differ."""
+    """Yield a unit's persistent buffers; other buffers, such as caches, may differ between ranks."""
     names = {inner: clean_name(name) for name, inner in unit.module.named_modules()}
     for inner in own_modules(unit.module):
         for name, buffer in inner._buffers.items() if inner not in unit.ignored.modules else ():
@@ -121,7 +121,7 @@ def _saved_buffers(unit: Unit) -> Iterator[str]:
 
 def describe_handle(handle: FlatParamHandle, unit: Unit | None = None) -> str:
     """Return the properties of a flat parameter that must be equal on all ranks, as text."""
-    # A handle without elements is not connected. With expert parallelism, other ranks may have elements of it.
+    # A handle without elements is not connected. With expert parallelism, other ranks may have elements.
     connected = handle if handle.layout.numel or unit is None else unit
     flat_param, own, layout = handle.flat_param, handle.flat_param.dtype, handle.layout
     slots = ", ".join(
@@ -161,9 +161,9 @@ def describe_handle(handle: FlatParamHandle, unit: Unit | None = None) -> str:
 
 
 def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
-    """Collective. Check that the ranks which shard a `DTensor`'s local part have the same part of it.
+    """Collective. Check that the ranks that shard a `DTensor`'s local part have the same local part.
 
-    Other ranks may have other parts: with expert parallelism, a unit's ranks are a subset of the root's.
+    Other ranks may have different parts: with expert parallelism, a unit's ranks are a subset of the root's.
     """
     plans: dict[tuple[Communicator, Communicator], Plan] = {}
     for name, unit in units:
@@ -187,7 +187,7 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
     plans = [json.loads(other) for other in from_everyone(ranks, text)]
     for number, other in enumerate(plans):
         if other != plans[0]:
-            numbers = numbers_of(ranks)  # all ranks are here
+            numbers = numbers_of(ranks)  # collective, and all ranks run this
             raise RuntimeError(
                 f"rank {own_rank()}: the ranks have built different models. "
                 f"{_difference(plans[0], other, numbers[0], numbers[number])} "
@@ -209,21 +209,21 @@ def _difference(first: Plan, other: Plan, zero: int, rank: int) -> str:
 
 
 def settle_fingerprints(handle: FlatParamHandle) -> None:
-    """Delete the fingerprints of parameters that were written without a notification."""
+    """Delete the fingerprints of parameters that were written without a call of `note_written`."""
     if handle.values.fingerprints is not None and handle.flat_param.numel() == handle.layout.shard_numel:
         handle.values.fingerprints.forget_written(handle.values.local_shards)
         handle.storage.release()
 
 
 def renew_fingerprints(handle: FlatParamHandle) -> None:
-    """Take fingerprints again: the shard was cast or moved since `settle_fingerprints`."""
+    """Recompute fingerprints after the shard was cast or moved, which follows `settle_fingerprints`."""
     if handle.values.fingerprints is not None:
         handle.values.fingerprints.follow(handle.values.local_shards)
         handle.storage.release()
 
 
 def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
-    """Collective while the ranks have parameters with uncompared values. Check that these were equal.
+    """Collective while ranks have parameters with uncompared values. Check that these values were equal.
 
     Each group of ranks, with its replicas, compares the values at wrapping once, in a single exchange for all units.
     The comparison excludes buffers, parameters that any rank has written since, and parameters without a part on
@@ -239,7 +239,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
                 handle.absorb()
                 settle_fingerprints(handle)
                 pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
-    # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
+    # All groups are compared before an error is raised, because ranks of the next groups may have no error here.
     problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items()]
     for problem in filter(None, problems):
         raise RuntimeError(problem)
@@ -251,7 +251,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
 def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
     """Collective. Return a description of the difference if the ranks are about to write different values; else "".
 
-    Fingerprints, by FQNs, are compared only if all ranks have them.
+    The fingerprints `written`, by FQN, are compared with rank 0's; a parameter that a rank lacks is ignored.
     """
     told = from_everyone(ranks, dict(written))
     found = _different(ranks, [[each.get(name) for name in told[0]] for each in told], list(told[0]))
@@ -271,7 +271,7 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
 
 
 def _different(ranks: Ranks, by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> str:
-    """Collective if there is a difference. Return the first rank with other values, and which these are; else ""."""
+    """Collective if there is a difference. Return the first rank that differs, with the parameter's name; else ""."""
     difference = first_difference(by_rank)
     if difference is None:
         return ""
@@ -284,7 +284,7 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
     """Raise RuntimeError if a parameter was added after the units were created, or an original is still used."""
     refuse_held(root)
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
-    # Parameters that were added to ignored modules later are ignored too.
+    # Parameters that are added to ignored modules later are also ignored.
     every = frozenset[nn.Module]().union(*(unit.ignored.modules for unit in units))
     ignored = {inner for module in every for inner in module.modules()}
     for path, module in root.named_modules():
@@ -303,7 +303,7 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
 def refuse_ddp(ddp: DistributedDataParallel, root: Unit, handles: Iterable[FlatParamHandle]) -> None:
     """Raise RuntimeError if DistributedDataParallel would treat the shards of a model as replicas."""
     ours = {id(param) for handle in handles for param in handle.listed_params}
-    # By every name, as it looks for what it ignores: under one that it was not given it takes a parameter.
+    # All names of a parameter are checked, because DDP uses it under each name that is not to be ignored.
     for path, module in ddp.module.named_modules():
         for name, param in module.named_parameters(recurse=False):
             if id(param) in ours and join(path, name) not in ddp.parameters_to_ignore:
