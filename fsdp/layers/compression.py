@@ -55,18 +55,18 @@ class _Quantized:
 class QuantizedReduce(_Quantized):
     """Send gradients in 8 or 4 bits, with a float32 scale for each block.
 
-    Each rank sends the piece of its gradient for each other rank once. That rank adds the pieces in float32. A value is
+    Each rank sends a piece of its gradient to each other rank, which adds the received pieces in float32. A value is
     rounded by at most 1/254 (8 bits) or 1/14 (4 bits) of the largest absolute value of its block.
 
     Args:
-        bits: 8 or 4.
+        bits: the number of bits of a value, 8 (the default) or 4.
         block: the number of elements with a common scale, an even number.
-        feedback: add the rounding errors of a gradient to the next gradient. Each rank keeps the errors of what it
-            sends in bfloat16: 2 (W - 1) / W bytes for each trained parameter of the *unsharded* model; between
+        feedback: If True, add the rounding errors of a gradient to the next gradient. Each rank keeps the errors of
+            sent values in bfloat16: 2 (W - 1) / W bytes for each trained parameter of the *unsharded* model; between
             replicas, 2 bytes for each trained parameter of its shard.
 
     Raises:
-        ValueError: for other numbers.
+        ValueError: for unsupported numbers.
     """
 
     feedback: bool = False
@@ -76,15 +76,15 @@ class QuantizedReduce(_Quantized):
 class QuantizedGather(_Quantized):
     """Send parameters in 8 or 4 bits to forward and backward, with a float32 scale for each block.
 
-    All ranks compute with the same bits: each rank also rounds its own shard. The shards that the optimizer steps stay
-    exact. A parameter is rounded by at most 1/254 (8 bits) or 1/14 (4 bits) of the largest absolute value of its block.
+    All ranks compute with the same bits, because each rank also rounds its own shard. The optimizer updates exact
+    shards. A parameter is rounded by at most 1/254 (8 bits) or 1/14 (4 bits) of the block's largest absolute value.
 
     Args:
-        bits: 8 or 4.
+        bits: the number of bits of a value, 8 (the default) or 4.
         block: the number of elements with a common scale, an even number.
 
     Raises:
-        ValueError: for other numbers.
+        ValueError: for unsupported numbers.
     """
 
 
@@ -96,33 +96,32 @@ def compress(
     gather: QuantizedGather | None = None,
     replicas: QuantizedReduce | None = None,
 ) -> Compression:
-    """Collective. Send gradients and parameters of all units quantised from now on, for both front doors. ::
+    """Collective. Quantise the gradients and parameters that all units send from now on, for both front doors. ::
 
         compression = fsdp.compress(model, reduce=fsdp.QuantizedReduce(bits=4), gather=fsdp.QuantizedGather())
 
-    Call the function on every rank with the same arguments, between steps. A second call replaces the first one.
-    Parameters of integer dtypes, parameters without dimensions, and units of a single rank are sent as before. With
-    hybrid sharding, ``replicas=fsdp.QuantizedReduce()`` alone concerns the network between replicas, which is often the
-    slow one.
+    Call the function on every rank with the same arguments, between steps. A second call replaces the first call.
+    Parameters of integer dtypes, parameters without dimensions, and units of a single rank are not quantised. With
+    hybrid sharding, ``replicas=fsdp.QuantizedReduce()`` alone only affects the network between replicas, which is often
+    slower.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        reduce: how gradients are sent to the ranks whose shards they are of; None for exact gradients.
-        gather: how parameters are sent to forward and backward; None for exact parameters.
-        replicas: how the gradients of a shard are sent between its replicas (hybrid sharding, NO_SHARD), and their sum
-            sent back; None for exact sums. All replicas step with the same bits.
+        reduce: the quantisation of gradients in reduce-scatters; None (the default) for exact gradients.
+        gather: the quantisation of parameters in all-gathers for forward and backward; None for exact parameters.
+        replicas: the quantisation of gradients between the replicas of a shard (hybrid sharding, NO_SHARD), and of
+            their sum; None for exact sums. All replicas receive the same bits.
 
     Returns:
-        An object that saves the error feedback, and whose text shows the bytes of a unit's collectives.
+        An object that saves the error feedback. Its text shows the bytes of the collectives of all units.
 
     Raises:
         TypeError: if `model` is not sharded, or for an argument of another class.
-        ValueError: for `replicas` without replicas, and for `reduce` or `gather` where nothing is sharded.
+        ValueError: for `replicas` without replicas, and for `reduce` or `gather` without sharding.
         NotImplementedError: for features that cannot be combined with it, by name: optimizer state that is sharded over
             replicas, float64 and complex parameters, tensor parallelism, communication hooks, custom reduce-scatters,
-            parameters with an all-gather of their own, `fsdp.SameBits`; after the first use of `fsdp.join` or
-            `fsdp.cond`.
-        RuntimeError: if ranks have different arguments; inside a forward or backward; for an inner unit.
+            parameters with a custom all-gather, `fsdp.SameBits`; after the first use of `fsdp.join` or `fsdp.cond`.
+        RuntimeError: if arguments differ between ranks; inside a forward or backward; for an inner unit.
     """
     runtime = runtime_of_root(require_sharded(model, "fsdp.compress"), "fsdp.compress", "module")
     runtime.ensure_idle("compress communication")
@@ -139,7 +138,7 @@ _present: weakref.WeakKeyDictionary[Unit, weakref.ref[Compression]] = weakref.We
 
 
 class Compression:
-    """The quantised communication of a model, as `fsdp.compress` returns it.
+    """The quantised communication of a model, returned by `fsdp.compress`.
 
     Attributes:
         reduce, gather, replicas: the arguments of `fsdp.compress`.
@@ -162,7 +161,7 @@ class Compression:
             if handle.is_sharded:
                 self._gather_with(handle)
         reduced = [(unit, handle) for unit, handle in handles if handle.gradients.dtype in DTYPES]
-        # One front for all handles of a communicator, or small gradients would not be sent together.
+        # Handles with the same communicator share a front, otherwise small gradients would not be bucketed.
         if reduce is not None:
             for way, members in _by(operator.attrgetter("reduce_comm"), (one for _, one in reduced if one.is_sharded)):
                 sums = QuantizedSums(reduce.codes, members, way, reduce.feedback)
@@ -194,28 +193,28 @@ class Compression:
 
     @property
     def feedback_nbytes(self) -> int:
-        """The bytes of rounding errors that this rank keeps."""
+        """The bytes of the rounding errors on this rank."""
         return sum(feedback.nbytes for each in self._feedback.values() for feedback in each)
 
     @contextmanager
     def stored_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Collective at its beginning. The optimizer's state contains the error feedback inside the context. ::
+        """Collective at the beginning. Store the error feedback in the optimizer's state inside the context. ::
 
             with compression.stored_in(optimizer):
                 fsdp.save("checkpoint", model, optimizer)
 
-        The errors of all ranks are added up, at full precision, on the ranks whose shards they are of: a tensor like
-        the parameter, under the key "quantized_reduce_feedback". All functions that save and reshard optimizer state
-        include it, for any number of ranks. This training goes on from the same sums, so a training that is resumed on
-        as many ranks has the same bits.
+        The errors of all ranks are summed without quantisation, by a reduce-scatter: a tensor like the parameter, under
+        the key "quantized_reduce_feedback". All functions that save and reshard optimizer state include it, for any
+        number of ranks. This training continues with the same sums, so a training that is resumed on the same number of
+        ranks has the same bits.
 
         Args:
-            optimizer: of all trained parameters of the model, after its first step.
+            optimizer: the optimizer of all trained parameters of the model, after its first step.
 
         Raises:
-            ValueError: for a parameter that the optimizer does not have.
+            ValueError: for a parameter that the optimizer does not contain.
             RuntimeError: before the first step; after another call of `fsdp.compress` for the model.
-            NotImplementedError: for an optimizer that keeps the state of other tensors (`OwnedOptimizer`).
+            NotImplementedError: for an optimizer whose state belongs to other tensors (`OwnedOptimizer`).
             OtherRankError: with the reason, if another rank raises one of these errors.
         """
         stored: list[nn.Parameter] = []
@@ -226,7 +225,7 @@ class Compression:
                 done_by_all([self._root.everyone], "store its feedback", check)
                 for handle in trained:
                     for param, part in _by_param(handle, self._settle(handle)):
-                        # Without state, no step has used it yet.
+                        # A parameter without state was not used by a step.
                         if optimizer.state.get(param) or isinstance(optimizer, torch.optim.SGD):
                             stored.append(param)
                             state = torch.zeros_like(param, requires_grad=False)
@@ -234,7 +233,7 @@ class Compression:
                             optimizer.state[param][_KEY] = state
             yield
         finally:
-            for param in stored:  # a state_dict() that was taken inside keeps the former dictionary
+            for param in stored:  # a new dictionary, because a state_dict() from inside contains the old one
                 state = optimizer.state[param]
                 optimizer.state[param] = {key: value for key, value in state.items() if key != _KEY}
 
@@ -266,9 +265,9 @@ class Compression:
                 )
 
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the error feedback out of a loaded optimizer state. Call it on every rank. Not collective.
+        """Remove the error feedback from a loaded optimizer state, and continue with it. Call it on every rank.
 
-        Where the state has none, feedback begins at zero.
+        Not collective. Parameters without feedback in the state start at zero.
 
         Raises:
             RuntimeError: after another call of `fsdp.compress` for the model.
@@ -283,7 +282,7 @@ class Compression:
             self._begin_with(handle, errors)
 
     def _settle(self, handle: FlatParamHandle) -> Tensor:
-        """Collective. Return the errors ``[shard_numel]`` of all ranks for this rank's shard, and go on from them."""
+        """Collective. Return all ranks' errors ``[shard_numel]`` for this rank's shard, and continue with them."""
         errors = torch.stack([each.settle() for each in self._feedback[handle]]).sum(0)
         axis = _plain(handle.replica_axis)
         if axis.world_size > 1:
@@ -293,7 +292,7 @@ class Compression:
         return errors
 
     def _begin_with(self, handle: FlatParamHandle, errors: Tensor) -> None:
-        """Replace the errors of a handle; each replica goes on from a part of them."""
+        """Replace the errors of a handle; each replica keeps a part of the errors."""
         axis, own = handle.replica_axis, errors
         if axis.world_size > 1:
             share = -(-errors.numel() // axis.world_size)
@@ -304,7 +303,7 @@ class Compression:
             feedback.begin_with(None if number else own)
 
     def __str__(self) -> str:
-        """Return the bytes that each rank sends for one all-gather and one reduction of all units, and without."""
+        """Return the bytes that a rank sends for an all-gather and a reduction of all units, and their exact bytes."""
         handles = [(unit, handle) for unit in self._units for handle in unit.handles]
         gathered, reduced, replicated = _Sent(self.gather), _Sent(self.reduce), _Sent(self.replicas)
         for unit, handle in handles:
@@ -313,7 +312,7 @@ class Compression:
                 gathered.add(handle.comm.world_size - 1, numel, handle.flat_param.dtype, handle.dtype)
             if handle.is_sharded and handle.requires_grad:
                 reduced.add(handle.comm.world_size - 1, numel, dtype, dtype)
-            if _has_replicas(unit, handle) and handle.requires_grad:  # pieces, and then a sum
+            if _has_replicas(unit, handle) and handle.requires_grad:  # pieces, then a sum
                 ranks = handle.replica_axis.world_size
                 replicated.add(2 * (ranks - 1), -(-numel // ranks), dtype, dtype)
         lines = [f"all-gather: {gathered}", f"reduction: {reduced}"]
@@ -322,14 +321,14 @@ class Compression:
 
 
 class _Sent:
-    """The bytes that this rank sends under a policy, and would send without."""
+    """The bytes that this rank sends with a policy, and would send without it."""
 
     def __init__(self, policy: _Quantized | None) -> None:
         self._codes = None if policy is None else policy.codes
         self.exact = self._quantized = 0
 
     def add(self, messages: int, numel: int, dtype: torch.dtype, plain: torch.dtype) -> None:
-        """Add messages of so many elements, of this dtype, which would be sent in the dtype `plain`."""
+        """Add messages with `numel` elements of this dtype, which would be sent in the dtype `plain`."""
         exact, codes = numel * plain.itemsize, self._codes if dtype in DTYPES else None
         self.exact += messages * exact
         self._quantized += messages * (exact if codes is None else codes.nbytes(numel))
@@ -342,7 +341,7 @@ class _Sent:
 def _by(
     comm_of: Callable[[FlatParamHandle], Communicator], handles: Iterable[FlatParamHandle]
 ) -> list[tuple[Communicator, list[FlatParamHandle]]]:
-    """Return the handles by one of their communicators."""
+    """Return the handles, grouped by the communicator that `comm_of` returns."""
     found: dict[Communicator, list[FlatParamHandle]] = {}
     for handle in handles:
         found.setdefault(comm_of(handle), []).append(handle)

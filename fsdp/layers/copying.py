@@ -1,9 +1,9 @@
 """Copies of a sharded model: the preparation of a copy, and the assignment of process groups afterwards.
 
 A unit is an attribute of its module, and wrapper, unit, handles and hooks are plain objects that refer to each other.
-`copy.deepcopy` and pickle therefore copy all of them and keep the references. The runtime and objects that are built
-from shards are not copied (`Unit.wake` builds them again). Process groups belong to the process: deep copies share
-them, and a pickle contains `MISSING` until groups are assigned.
+`copy.deepcopy` and pickle therefore copy all of them and keep the references. The runtime and objects that are created
+from shards are not copied (`Unit.wake` creates them again). Process groups belong to the process: deep copies share
+them, and an unpickled model contains `MISSING` until groups are assigned.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fsdp.engine.unit import TrainingState, Unit
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.layers.verify import agreed
 
-MISSING = "MISSING"  # what FairScale puts in the place of a process group
+MISSING = "MISSING"  # replaces a process group, as in FairScale
 END = "_end_of_state"  # the last attribute of a pickled wrapper
 # The attributes of a wrapper that are process groups.
 GROUPS = ("process_group", "process_group_reduce_scatter", "replicate_group")
 
 
 def is_missing(group: Any) -> bool:
-    """Return whether this stands for a process group that was pickled."""
+    """Return whether `group` replaces a process group that was pickled."""
     return isinstance(group, str) and group == MISSING
 
 
@@ -34,7 +34,7 @@ def is_connected(unit: Unit) -> bool:
 
 
 def prepare_to_copy(unit: Unit) -> None:
-    """Bring a unit into a state in which its shards are all there is to copy; RuntimeError while it is in use."""
+    """Store all values of a unit in its shards before they are copied; raise RuntimeError while the unit is in use."""
     unit.require_idle("copy the model")
     if unit.state is TrainingState.SUMMON_FULL_PARAMS:
         raise RuntimeError(
@@ -42,13 +42,13 @@ def prepare_to_copy(unit: Unit) -> None:
             "again. Copy the model outside of it, or take its state_dict()."
         )
     for handle in dict.fromkeys([*unit.visible_handles, *unit.owned_handles]):
-        handle.absorb()  # or a copy would have the values from before users replaced them
+        handle.absorb()  # otherwise a copy would miss values that users have assigned
         handle.release()
         handle.settle()
 
 
 def state_to_pickle(unit: Unit, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a unit's wrapper as they are pickled: without process groups."""
+    """Return the attributes of a unit's wrapper for a pickle, without process groups."""
     prepare_to_copy(unit)
     for handle in unit.handles:
         if any(handle.flat_param.parts):
@@ -61,7 +61,7 @@ def state_to_pickle(unit: Unit, attributes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def require_same_place(unit: Unit, groups: Groups) -> None:
-    """Raise ValueError if process groups give a unit another rank or size than its shards were made for."""
+    """Raise ValueError if process groups do not match the rank and number of ranks of a unit's shards."""
     comm, group, replicas = unit.axes[0], groups.shard, unit.axes[1].world_size
     if (group.rank(), group.size()) != (comm.rank, comm.world_size):
         raise ValueError(
@@ -79,7 +79,7 @@ def require_same_place(unit: Unit, groups: Groups) -> None:
 def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: Any) -> dict[str, Any]:
     """Connect a wrapper's unit to an assigned group, as soon as all groups are assigned.
 
-    `groups_now` are the wrapper's groups, by the names of its attributes; their new values are returned.
+    `groups_now` contains the wrapper's groups by attribute name; the new values are returned.
     """
     was_missing, placements = is_missing(groups_now["process_group"]), unit.placements
     if name == "process_group":
@@ -88,7 +88,7 @@ def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: An
         reduce_over = groups_now["process_group_reduce_scatter"] if was_missing else None
         reduce_over = None if is_missing(reduce_over) else reduce_over
     elif was_missing:
-        return {name: given}  # until there is a group to compare it with
+        return {name: given}  # until `process_group` is assigned
     else:
         groups = Groups(groups_now["process_group"], groups_now["replicate_group"], unit.ranks, placements)
         reduce_over = given

@@ -1,7 +1,7 @@
 """Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, with replacements.
 
-These are arguments, methods, attributes, names of modules and environment variables. The module also contains the marks
-that make torch's composable functions (`replicate`, `fully_shard`) skip each other's modules.
+The names are arguments, methods, attributes, names in modules and environment variables. This module also sets the
+marks with which torch's composable functions (`replicate`, `fully_shard`) skip each other's modules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def _by_name(reasons: dict[str, str]) -> dict[str, str]:
-    """Return a table in which each of the names, separated by spaces, has its own entry."""
+    """Return a table with an entry for each name; names in the keys of `reasons` are separated by spaces."""
     return {name: reason for names, reason in reasons.items() for name in names.split()}
 
 
@@ -43,7 +43,7 @@ KEYWORDS = {
 _FULL = "state_dict() is full, state_dict(rank0_only=True) on the first rank; sharded_state_dict() and fsdp.save shard"
 _OPTIM = "use fsdp.optim_utils.full_optim_state_dict(model, optimizer), or fsdp.save"
 
-# Methods of FSDP1, which are called on the class.
+# Methods of FSDP1 that are called on the class.
 METHODS = _by_name(
     {
         "state_dict_type set_state_dict_type get_state_dict_type": _FULL,
@@ -57,7 +57,7 @@ METHODS = _by_name(
     }
 )
 
-# Names that torch.distributed.fsdp and its module `wrap` have for FSDP1, and `fsdp` and `fsdp.wrap` have not.
+# Names of FSDP1 in torch.distributed.fsdp and its module `wrap` that `fsdp` and `fsdp.wrap` do not define.
 NAMES = _by_name(
     {
         "StateDictType StateDictConfig StateDictSettings FullStateDictConfig ShardedStateDictConfig "
@@ -74,7 +74,7 @@ NAMES = _by_name(
     }
 )
 
-# Attributes that instances of FSDP1 have, most of them private, and that its clients read all the same.
+# Attributes of FSDP1's instances, most of them private, that other programs read.
 ATTRIBUTES = _by_name(
     {
         "_handle _handles _all_handles _fully_sharded_module_to_handle": "fsdp.flat_param_handles(model) lists the "
@@ -101,7 +101,7 @@ ATTRIBUTES = _by_name(
     }
 )
 
-# Environment variables that FSDP1 follows when they are "1".
+# Environment variables of FSDP1 that are enabled by "1".
 VARIABLES = {
     "FSDP_USE_FULL_PREC_IN_EVAL": "evaluate inside of `with fsdp.full_precision(model):`",
     "FSDP_SKIP_WRITEBACK_CHECK": "leave it out: what users change between steps is always looked for, and kept",
@@ -110,7 +110,7 @@ VARIABLES = {
     "FSDP_USE_FAKE_REDUCE": "use fsdp.trace for the time of reductions, and fsdp.plan for their bytes",
 }
 
-# Private names of FairScale that its clients call or override all the same.
+# Private names of FairScale that other programs call or override.
 PRIVATE = {
     "_rebuild_full_params": "use summon_full_params(), or run the module, which gathers by itself",
     "_use_full_params": "use summon_full_params()",
@@ -146,7 +146,7 @@ def refuse_foreign(owner: type, name: str) -> None:
 
 
 def refuse_missing(package: str, name: str) -> NoReturn:
-    """Raise AttributeError for a name that a package's `__getattr__` does not find; ImportError in an import of it."""
+    """Raise AttributeError for a name that a package's `__getattr__` does not find, or ImportError during an import."""
     if name not in NAMES:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     told = f"{package} has no {name}, which torch's FSDP1 has: {NAMES[name]}"
@@ -156,7 +156,7 @@ def refuse_missing(package: str, name: str) -> NoReturn:
 
 
 def replicated_in(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside that torch's composable `replicate` sees to."""
+    """Return the inner modules that torch's composable `replicate` manages."""
     from torch.distributed._composable.contract import REGISTRY_KEY
 
     return [inner for inner in module.modules() if "replicate" in inner.__dict__.get(REGISTRY_KEY, ())]
@@ -173,7 +173,7 @@ _TORCHS = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullySharde
 
 
 def refuse_torchs_units(module: nn.Module) -> None:
-    """Raise ValueError for modules inside that torch has sharded; those of its composable `replicate` may stay."""
+    """Raise ValueError for inner modules that torch has sharded, except modules of its composable `replicate`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for name, inner in module.named_modules():
@@ -187,7 +187,7 @@ def refuse_torchs_units(module: nn.Module) -> None:
 
 
 def refuse_data_parallel(name: str, instead: str) -> NoReturn:
-    """Raise RuntimeError where `nn.DataParallel` asks a module for a replica."""
+    """Raise RuntimeError if `nn.DataParallel` replicates a sharded module."""
     raise RuntimeError(
         f"DataParallel has been given {name}, which is sharded over processes and cannot be copied to several devices "
         f"of one. Call {instead}, in one process for each device."
@@ -205,7 +205,7 @@ def refuse_local_sgd() -> None:
 
 
 class ForeignMethod:
-    """A descriptor that stands on the class for a method of FSDP1 and refuses it."""
+    """A descriptor on the class for a method of FSDP1. Reading it raises AttributeError with a replacement."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""`full_precision` suspends the mixed precision of a model, so that an evaluation has the plain model's bits."""
+"""`full_precision` disables the mixed precision of a model, so that an evaluation has the same bits as unsharded."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from fsdp.layers.verify import require_sharded
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Collective at its beginning. Compute in the dtype of the optimizer's parameters, without mixed precision. ::
+    """Collective at the beginning. Compute in the dtype of the optimizer's parameters, without mixed precision. ::
 
         with fsdp.full_precision(model), torch.no_grad():
             for inputs, targets in batches:
                 output = model.eval()(inputs)
         model.train()
 
-    Parameters are all-gathered in their own dtype, which takes twice the bytes and memory of 16 bits; buffers have
-    their own dtype as well, and inputs of 16 bits are cast to float32. Outputs are cast to `output_dtype` as usual. A
-    model may be trained inside; gradients are sent in the same dtype as outside.
+    Parameters are all-gathered in their original dtype, which requires twice the bytes and memory of 16 bits; buffers
+    are in their original dtype as well, and inputs of 16 bits are cast to float32. Outputs are cast to `output_dtype`
+    as usual. A model may be trained inside; gradients are sent in the same dtype as outside.
 
-    A forward before the context has no backward inside or after it, and a forward inside has none after it.
+    A forward and its backward must both run before, both inside, or both after the context.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
 
     Raises:
         TypeError: for a model that is not sharded.
-        RuntimeError: inside of a forward, a backward or `fsdp.join`; for an inner unit; or at the end, for a value that
+        RuntimeError: inside a forward, a backward or `fsdp.join`; for an inner unit; or at the end, for a value that
             was assigned to a parameter and cannot be kept.
-        NotImplementedError: for parameters that are all-gathered in another form, by the `gather` of `fsdp.compress` or
-            by a class with its own all-gather.
+        NotImplementedError: for parameters that are all-gathered in another form, using `gather` of `fsdp.compress` or
+            a class with a custom all-gather.
     """
     root = require_sharded(model, "fsdp.full_precision")
     runtime = runtime_of_root(root, "fsdp.full_precision")
@@ -53,8 +53,8 @@ def full_precision(model: nn.Module) -> Iterator[None]:
                 "fsdp.compress, or cast the parameters of a class with an all-gather of its own before sharding."
             )
     with during("fsdp.full_precision()"):
-        from_everyone(root.everyone, None)  # no rank computes before all are here
-    with ExitStack() as undo:  # which undoes all, also if a value that was assigned cannot be kept
+        from_everyone(root.everyone, None)  # no rank computes before all ranks have entered
+    with ExitStack() as undo:  # undoes all changes, even if an assigned value cannot be kept
         for unit in runtime.units:
             if unit.precision.is_mixed:
                 undo.callback(_restore, unit, unit.precision, unit.buffers)

@@ -1,8 +1,8 @@
-"""`HostCopy` keeps a unit's parameters in host memory from forward to backward, which then all-gathers nothing.
+"""`HostCopy` keeps a unit's parameters in host memory from forward to backward, instead of a second all-gather.
 
-Made for networks that are slower than the way from the host to the accelerator. The copy to the host runs beside the
-unit's forward, and the copy back is prefetched like an all-gather. Each rank holds a whole copy of the model's
-parameters on the host between forward and backward, in the dtype of the computation.
+Use it if the network is slower than copies between host and accelerator. The copy to the host overlaps with the unit's
+forward, and the copy back is prefetched like an all-gather. Between forward and backward, each rank holds a whole copy
+of the model's parameters on the host, in the compute dtype.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fsdp.engine.kept_shard import KeptShard
 
 
 class HostCopy(KeptShard):
-    """All parameters of a handle in (pinned) host memory: what one rank keeps if it shares them with no other."""
+    """All parameters of a handle in (pinned) host memory: a post-forward shard over a single rank."""
 
     def __init__(self) -> None:
         super().__init__(LONE_RANK, lasts=False)
-        self._came_back = False  # the unsharded parameters are from here
+        self._came_back = False  # the unsharded parameters were copied from the host
 
     def __str__(self) -> str:
         return "kept on the host until backward"

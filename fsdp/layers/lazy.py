@@ -1,4 +1,4 @@
-"""Names of a package whose modules are loaded when a name is first used (PEP 562)."""
+"""Lazy names of a package, whose modules are imported at the first use of a name (PEP 562)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
     """Return the functions `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: its ``__name__``.
-        homes: the names, separated by spaces, by the module that defines them. A module of the package that is a name
-            by itself has an empty text.
+        package: the package's ``__name__``.
+        homes: for each module, the names that it defines, separated by spaces. With an empty text, the module itself is
+            a name of the package.
     """
     places = {name: (home, name) for home, names in homes.items() for name in names.split()}
     places |= {home.rpartition(".")[2]: (home, "") for home, names in homes.items() if not names}

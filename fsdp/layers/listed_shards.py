@@ -1,4 +1,4 @@
-"""The shards among the parameters that an optimizer, or a function of torch, is given."""
+"""Functions that find shards among the parameters of an optimizer, or in the arguments of a torch function."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def named_shards(model: nn.Module) -> dict[str, Any]:
 
     Under `fully_shard`, a module's own ``named_parameters()`` lists unsharded parameters while modules are unsharded.
     """
-    list(model.parameters())  # which stores a tensor that was assigned to a parameter in its shard
+    list(model.parameters())  # stores tensors that were assigned to parameters in their shards
     return dict(nn.Module.named_parameters(model))
 
 
 def shards_among(params: Iterable[Any]) -> list[Any]:
-    """Return the parameters of which other ranks may have other shards."""
+    """Return the parameters that are shards, of which other ranks may have different ones."""
     return [p for p in params if is_ours(p) and p.owner._is_managed]
 
 
 def is_spread(param: Any) -> bool:
-    """Return whether other ranks have other shards of a parameter, and torch does not know."""
+    """Return whether other ranks have different shards of a parameter, in a form that torch does not know."""
     return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
 
 
@@ -44,5 +44,5 @@ def names_in(param: Any) -> tuple[str, ...]:
 
 
 def name_of(param: Any) -> str:
-    """Return the name of a parameter of ours, or of the first of those in a flat one."""
+    """Return the name of a sharded parameter, or a text with the first name in a flat parameter."""
     return str(getattr(param, "fqn", None) or f"the flat parameter with {param.owner._names[0]}")

@@ -23,7 +23,7 @@ from fsdp.distributed.devices import return_freed_blocks
 
 _PAGE = mmap.PAGESIZE
 
-# Small tensors share files of this size: each mapping takes a file descriptor, of which a process has few.
+# Small tensors share files of this size, because each mapping uses a file descriptor, and their number is limited.
 _SHARED_FILE_BYTES = 1 << 22
 
 _READ_AHEAD_BYTES = 1 << 17
@@ -33,7 +33,7 @@ class Region:
     """A page-aligned part of a mapped file."""
 
     def __init__(self, mapping: mmap.mmap, path: str, start: int, nbytes: int) -> None:
-        self._mapping = weakref.ref(mapping)  # tensors keep it alive, and only they
+        self._mapping = weakref.ref(mapping)  # only tensors keep the mapping alive
         self._path = path
         self._start, self._length = start, _in_pages(nbytes)
 
@@ -42,7 +42,7 @@ class Region:
         return self._mapping() is not None
 
     def check(self, what: str) -> None:
-        """Raise RuntimeError if the file under the mapping is gone or too short, so that reading it would crash."""
+        """Raise RuntimeError if the mapped file is missing or too short, so that reading it would crash."""
         mapping = self._mapping()
         if mapping is None:
             return
@@ -57,8 +57,8 @@ class Region:
             )
 
     def read_ahead(self) -> None:
-        """Make the system read the region from disk in the background."""
-        # In pieces, because Linux takes no more of one request than its device's read-ahead, commonly this much.
+        """Read the region from disk in the background."""
+        # In pieces, because Linux limits a request to the device's read-ahead, usually this size.
         for start in range(0, self._length, _READ_AHEAD_BYTES):
             self._advise("MADV_WILLNEED", start, min(_READ_AHEAD_BYTES, self._length - start))
 
@@ -73,14 +73,14 @@ class Region:
 
 
 class MappedFiles:
-    """Files for tensors in a folder of this process below `folder`, which is made if it is not there.
+    """Files for tensors in a folder of this process below `folder`, which is created if missing.
 
-    Files that are not to be kept have no names from the beginning: they vanish with the process whatever happens to it.
+    Without `keep`, files are never named, so the system deletes them when the process ends, even in a crash.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: bool) -> None:
         self._below, self._keep = os.path.abspath(folder), keep
-        self._regions: dict[int, Region] = {}  # by address; those of freed tensors are removed when there are `_most`
+        self._regions: dict[int, Region] = {}  # by address; regions of freed tensors are removed at a length of `_most`
         self._most = 0
         self._shared: tuple[mmap.mmap, str] | None = None
         self._shared_used = 0
@@ -135,7 +135,7 @@ class MappedFiles:
         return [self._regions[each.data_ptr()] for each in ours]
 
     def release(self) -> None:
-        """Take everything out of the process's memory."""
+        """Remove all regions from the process's memory."""
         for region in self._regions.values():
             region.release()
 
@@ -169,7 +169,7 @@ class MappedFiles:
 
 
 def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child drops its copy of us
+    if os.getpid() == owner:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -195,5 +195,5 @@ def files_under(folder: str | os.PathLike[str], keep: bool) -> MappedFiles:
     return files
 
 
-# Kept alive by the tensors' owners; when the last is gone, so is the folder.
+# Kept alive by the tensors' owners. The folder is deleted with the last owner, unless files are kept.
 _open: weakref.WeakValueDictionary[tuple[str, bool], MappedFiles] = weakref.WeakValueDictionary()

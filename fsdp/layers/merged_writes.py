@@ -1,7 +1,7 @@
-"""Merge what a module's own forward has written to its parameters, as an embedding with ``max_norm`` does.
+"""Merges writes of a module's forward to its own parameters, for example by an embedding with ``max_norm``.
 
-Each rank's forward writes to its unsharded parameters, from its own part of the batch. An element is then what the
-ranks that wrote it made of it, whether others did or not: what a forward over all ranks' batches would have made of it.
+Each rank's forward writes to the unsharded parameters, using the rank's part of the batch. The merged value of an
+element is the value from the ranks that wrote the element, as in a forward over all ranks' batches.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def merge_written(handle: FlatParamHandle) -> None:
-    """Collective. Store in the shards what a forward has written to the parameters of a handle.
+    """Collective. Store the values that a forward has written to the parameters of a handle in the shards.
 
-    All ranks raise RuntimeError if some made different values of one element.
+    All ranks raise RuntimeError if ranks wrote different values to an element.
     """
     unsharded, layout, comm, replicas = handle.unsharded, handle.layout, handle.comm, handle.replicas
     slots, parts = unsharded.written(), handle.values.local_shards
     made = {slot: local_part(unsharded.new_value(slot)).detach() for slot in slots}
-    own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
+    own = [parts[slot].data for slot in slots]  # `.data`, because this must not count as a write by the user
     before = None if unsharded.is_shard else [part.to(handle.storage.device, handle.dtype) for part in own]
     dealt = [[layout.local_shard_of(slot, made[slot], rank) for slot in slots] for rank in range(comm.world_size)]
     values = [value.contiguous() for value in dealt[comm.rank]]
@@ -32,7 +32,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     what = f"values that the forward of {handle.unit_name} wrote to its parameters"
     for ranks, sent, tag in (
         (comm, dealt, handle.tags.gather),
-        (replicas, [values] * replicas.world_size, handle.tags.replica),  # as merged among the shards
+        (replicas, [values] * replicas.world_size, handle.tags.replica),  # the values after the first exchange
     ):
         for made_there in _exchanged(ranks, sent, what, tag):
             for number, theirs in enumerate(made_there):
@@ -42,7 +42,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     for ranks in (comm, replicas):
         clashing = ranks.all_reduce(clashing, "max").wait()
     for ranks in (comm, replicas):
-        ranks.settle()  # what was sent of the shards, and of these values, has arrived
+        ranks.settle()  # messages with shards and with these values have arrived
     if clashing.any():
         names = ", ".join(layout.slots[slots[number]].name for number in clashing.nonzero().flatten().tolist())
         raise RuntimeError(
@@ -60,7 +60,7 @@ def merge_written(handle: FlatParamHandle) -> None:
 
 
 def _exchanged(comm: Communicator, parts: Sequence[Sequence[Tensor]], what: str, tag: int) -> Iterator[list[Tensor]]:
-    """Collective. Send every rank what is made of its shards (`parts`), and yield what other ranks made of these."""
+    """Collective. Send all ranks this rank's values of their shards (`parts`); yield their values of this shard."""
     peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
     outgoing = {peer: [part.contiguous() for part in parts[peer] if part.numel()] for peer in peers}
     made = {peer: [torch.empty_like(part).contiguous() for part in parts[comm.rank]] for peer in peers}
@@ -70,9 +70,9 @@ def _exchanged(comm: Communicator, parts: Sequence[Sequence[Tensor]], what: str,
 
 
 def _merged(ours: Tensor, theirs: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a shard with what two ranks wrote to it, and whether they wrote different values to an element.
+    """Return a shard with the writes of two ranks, and whether they wrote different values to an element.
 
-    If the values `before` are unknown, both ranks must have written the same.
+    If the values `before` are unknown, both ranks must have written the same values.
     """
     clashing = differs(theirs, ours)
     if before is None:
@@ -82,5 +82,5 @@ def _merged(ours: Tensor, theirs: Tensor, before: Tensor | None) -> tuple[Tensor
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
-    """Return for each element whether it is another; NaN is the same as NaN."""
+    """Return for each element whether the values differ; NaN is equal to NaN."""
     return (one != other) & ~(one.isnan() & other.isnan())

@@ -1,8 +1,8 @@
-"""Storages that keep shards and their gradients away from the compute device: in host memory, or in files on disk.
+"""Storages that offload shards and their gradients from the compute device to host memory or to files on disk.
 
-torch requires a parameter and its gradient on the same device. If the user stores them separately, the gradient is
-held outside `.grad` (`FlatParameter.hold_gradient`) and moved to the parameter when it is needed by clipping,
-unscaling, or the optimizer.
+torch requires a parameter and its gradient on the same device. If the user stores them on different devices, the
+gradient is kept outside `.grad` (`FlatParameter.hold_gradient`) and moved to the parameter for clipping, unscaling, or
+the optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HostStorage(ShardStorage):
-    """Host memory for shards, for gradients, or for both; pinned where there is an accelerator to copy to."""
+    """Host memory for shards, for gradients, or for both; pinned if the compute device is an accelerator."""
 
     is_resident = False
 
@@ -56,7 +56,7 @@ class HostStorage(ShardStorage):
 
 
 class _OnDisk:
-    """A parameter in a mapped file. State that optimizers create like this parameter is also in mapped files."""
+    """A parameter in a mapped file. Optimizer state that is created like this parameter is also in mapped files."""
 
     shard_storage: Any
 
@@ -65,10 +65,10 @@ class _OnDisk:
         kwargs = kwargs or {}
         fill = _LIKENESSES.get(func)
         like = kwargs.get("input", args[0] if args else None)
-        # A shard that was unpickled without its model is in memory.
+        # A shard that was unpickled without the model is in memory.
         storage = like.shard_storage if isinstance(like, _OnDisk) else None
         if fill is None or storage is None or kwargs.get("device") not in (None, HOST):
-            with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
+            with torch._C.DisableTorchFunctionSubclass():  # as in `Parameter`, which disables this method
                 return func(*args, **kwargs)
         numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype
         made, _ = storage.files.allocate(numel, dtype, "optimizer state")
@@ -105,9 +105,9 @@ class DiskStorage(ShardStorage):
     def __init__(self, device: torch.device, files: MappedFiles) -> None:
         super().__init__(device)
         self.files = files
-        self._shard: tuple[int, Region] | None = None  # with its address
+        self._shard: tuple[int, Region] | None = None  # address and region
         self._grad: tuple[Tensor, Region] | None = None
-        self._shown: weakref.ref[Tensor] | None = None  # the gradient that lies there
+        self._shown: weakref.ref[Tensor] | None = None  # the gradient in this file that users see
 
     def __reduce__(self) -> tuple[Any, ...]:  # also for copies, which share the files
         return DiskStorage, (self.device, self.files)
@@ -127,7 +127,7 @@ class DiskStorage(ShardStorage):
             flat_param.data = self.allocate(values.numel(), values.dtype).view(values.shape).copy_(values)
 
     def read_ahead(self) -> None:
-        if self._shard is not None:  # the gradient is written next, not read
+        if self._shard is not None:  # the gradient is not read next, but written
             self._shard[1].read_ahead()
 
     def release(self) -> None:
@@ -141,21 +141,21 @@ class DiskStorage(ShardStorage):
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
         if flat_param.held_gradient is None:
             # All steps use the same file for gradients: creating a file takes longer than writing it.
-            is_kept = self._shown is not None and self._shown() is not None  # by the user, since it is no gradient now
+            is_kept = self._shown is not None and self._shown() is not None  # the user still references it
             if self._grad is None or self._grad[0].dtype != reduced.dtype or is_kept:
                 self._grad = self.files.allocate(reduced.numel(), reduced.dtype, "gradient")
-            # Casting the model changes the tensor that is handed out. Detached last, it is the base of all views of it,
-            # which keep it alive: users may keep the gradient of a local shard.
+            # A cast of the model changes the returned tensor. Detached last, it is the base of all views, which keep it
+            # alive, because users may keep the gradient of a local shard.
             reduced = self._grad[0].copy_(reduced).view(flat_param.shape).detach()
             self._shown = weakref.ref(reduced)
         flat_param.hold_gradient(reduced)
         self.release()
 
     def keep_state(self, state: dict[str, Any], shape: torch.Size) -> None:
-        """Move state in memory that an optimizer created for a parameter of this shape to files."""
+        """Move an optimizer's state for a parameter of this shape from memory to files."""
         for key, value in state.items():
             if key == "step" and not shape:
-                continue  # a count, though it looks like a value for each element
+                continue  # a count, although its shape is the parameter's
             if isinstance(value, Tensor) and value.shape == shape and value.numel() and not self.files.holds(value):
                 made, _ = self.files.allocate(value.numel(), value.dtype, "optimizer state")
                 state[key] = made.view(shape).copy_(value)

@@ -1,7 +1,7 @@
-"""The layers that methods of the front doors use; each is loaded when one of its names is first used.
+"""The layers that methods of the front doors use, each of which is imported when one of its names is first used.
 
-So `import fsdp` loads the engine and the front doors, and a program that saves no checkpoint never loads the code that
-does. A front door uses a layer by the names here, as ``layers.save_full``, and knows no more of it.
+So `import fsdp` only loads the engine and the front doors; for example, a program that saves no checkpoint never loads
+the corresponding code. A front door uses layers only through the names of this module, such as ``layers.save_full``.
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def _rebuild_part(*facts: Any) -> Any:
     return __getattr__("_rebuild")(*facts)
 
 
-# Under the name in files; without this function, `torch.load` would refuse a file until something else loads the layer.
+# Registered under the name in files; otherwise `torch.load` would raise an error until the layer is loaded.
 torch.serialization.add_safe_globals([(_rebuild_part, "fsdp.layers.state_dict.sharded._rebuild")])

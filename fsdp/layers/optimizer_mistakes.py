@@ -22,7 +22,7 @@ from fsdp.layers.listed_shards import is_spread, name_of, names_in, shapes_in, s
 
 
 def refuse(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
-    """Raise RuntimeError for an optimizer that cannot step its parameters `params`; the shards among these are `ours`."""
+    """Raise RuntimeError for an optimizer that cannot step its parameters `params`, with the shards `ours`."""
     if isinstance(optimizer, torch.optim.LBFGS) and any(is_spread(param) for param in ours):
         raise RuntimeError(  # line searches would differ between ranks, with different numbers of calls of the model
             "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
@@ -100,7 +100,7 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
 
 
 def _fewer_rows_than_ranks(param: Any) -> str:
-    """Describe a parameter with fewer rows than ranks, for which torch computes with all rows on each rank; else ""."""
+    """Describe a parameter with fewer rows than ranks, for which torch uses all rows on each rank; else ""."""
     for number, placement in enumerate(param.placements):
         rows, ranks = param.shape[placement.dim] if placement.is_shard() else math.inf, param.device_mesh.size(number)
         if rows < ranks:

@@ -1,8 +1,8 @@
-"""A `Packing` turns a frozen parameter of any class and dtype into bytes, and bytes into such a parameter.
+"""A `Packing` converts a frozen parameter of any class and dtype to bytes, and bytes to such a parameter.
 
-Integers, bool, float8, and tensor subclasses that have a `TensorProtocol`, as quantised weights are, are sharded as
-vectors of bytes. A flat parameter of bytes holds all such parameters of a unit, so one all-gather serves them, and
-nothing but the unsharded parameters is in their own form.
+Integers, bool, float8, and tensor subclasses with a `TensorProtocol`, for example quantised weights, are sharded as
+vectors of bytes. A flat parameter of bytes contains all such parameters of a unit, which share a single all-gather.
+Only unsharded parameters have their original form.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_map_only
 from fsdp.distributed.gather_extension import PLAIN
 from fsdp.layers.tensor_protocol import TensorProtocol, protocol_of
 
-ALIGNED = 16  # bytes; each inner tensor begins at such a multiple, and each parameter has one
+ALIGNED = 16  # bytes; each inner tensor begins at a multiple, and the size of each parameter is a multiple
 
 
 @dataclass(frozen=True)
 class _Inner:
-    """A plain tensor that a parameter consists of: where its bytes begin, and what they are."""
+    """A plain tensor inside a parameter: the position, shape, stride and dtype of its bytes."""
 
     start: int
     shape: torch.Size
@@ -46,13 +46,13 @@ class _Inner:
 
 @dataclass(frozen=True)
 class _Outer:
-    """A tensor subclass: its inner tensors by the names of its attributes, and its own metadata."""
+    """A tensor subclass: its inner tensors by attribute name, and its metadata."""
 
     kind: Any
     protocol: TensorProtocol
     inner: dict[str, _Outer | _Inner]
     metadata: Any = field(compare=False)
-    shown_metadata: str  # without what differs between ranks: devices, and addresses in memory
+    shown_metadata: str  # without devices and memory addresses, which differ between ranks
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -72,15 +72,15 @@ class Packing:
 
     Args:
         name: the parameter's name, for messages.
-        param: frozen; only its form is kept.
+        param: the frozen parameter; only its form is kept.
 
     Attributes:
-        shape, dtype: of the parameter, as its class shows them.
+        shape, dtype: the parameter's, as defined by its class.
         nbytes: the length of the vector of bytes, a multiple of 16.
 
     Raises:
-        TypeError: if an inner tensor is not plain, dense and contiguous, or has no `Packing` for another reason; if the
-            class raises an exception.
+        TypeError: if an inner tensor has a sparse layout or a class without `TensorProtocol`; if the class raises an
+            exception.
     """
 
     def __init__(self, name: str, param: Tensor) -> None:
@@ -122,7 +122,7 @@ class Packing:
         """Return a copy of a parameter's bytes, ``[nbytes]`` of torch.uint8, on its device; gaps are zeros.
 
         Args:
-            value: in the form of the parameter, or already its bytes.
+            value: a tensor in the form of the parameter, or already its bytes.
 
         Raises:
             ValueError: if the value is of another class, shape, dtype or metadata.
@@ -133,7 +133,7 @@ class Packing:
         return self.pack_form(value)
 
     def check(self, value: Tensor) -> None:
-        """Raise ValueError if a value is of another class, shape, dtype or metadata than the parameter."""
+        """Raise ValueError if a value's class, shape, dtype or metadata differ from the parameter's."""
         try:
             form = Packing(self.name, value)._form
         except TypeError as error:
@@ -153,7 +153,7 @@ class Packing:
         return True
 
     def pack_form(self, value: Tensor) -> Tensor:
-        """Return the bytes of a value that has the form of the parameter for certain."""
+        """Return the bytes of a value in the form of the parameter, without a check."""
         inner = list(_inner_of(value, self._form))
         packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=inner[0][1].device if inner else value.device)
         for place, tensor in inner:
@@ -161,15 +161,15 @@ class Packing:
         return packed
 
     def inner_of(self, value: Tensor) -> list[Any]:
-        """Return the plain tensors that a value consists of, and None for each that it lacks.
+        """Return the plain tensors of a value, and None for each missing tensor.
 
-        The list is empty if the value is of another class than the parameter.
+        The list is empty if the value's class differs from the parameter's.
         """
         is_alike = isinstance(self._form, _Inner) or type(value) is self._form.kind
         return [tensor for _, tensor in _inner_of(value, self._form)] if is_alike else []
 
     def check_compute_dtype(self, dtype: torch.dtype | None) -> None:
-        """Raise ValueError if a unit computes in another dtype than a class whose values are not cast with it."""
+        """Raise ValueError if a unit's compute dtype requires a cast that the parameter's class does not support."""
         has_value_dtype = isinstance(self._form, _Outer) and self._form.protocol.has_value_dtype
         is_cast = self.dtype.is_floating_point and self.dtype.itemsize > 1
         if dtype is not None and has_value_dtype and is_cast and self.dtype != dtype:
@@ -184,8 +184,8 @@ class Packing:
 
         Args:
             packed: the bytes.
-            is_view: the parameter shares their memory; else each of its tensors has its own, since torch.save and
-                safetensors write no tensors of several dtypes in the same memory.
+            is_view: If True, the parameter shares their memory; else its tensors have separate memory, because
+                torch.save and safetensors do not support tensors of multiple dtypes in the same memory.
 
         Raises:
             TypeError: if the class raises an exception.
@@ -196,15 +196,15 @@ class Packing:
             raise TypeError(f"{self.name}: {self.description} cannot be put together ({error!r}): {_REMEDY}") from error
 
     def unpack_into(self, packed: Tensor, value: Tensor) -> None:
-        """Write bytes ``[nbytes]`` to the inner tensors of a value that has the form of the parameter for certain."""
+        """Write bytes ``[nbytes]`` to the inner tensors of a value in the form of the parameter, without a check."""
         for place, tensor in _inner_of(value, self._form):
             _copy(place.of(packed), tensor)
 
     def joined(self, value: Tensor, state_dict: dict[str, Any], name: str) -> Tensor:
-        """Return a value joined with the entries that its class saves under its name; they are removed there.
+        """Return a value joined with the entries that its class saves under its name; the entries are removed.
 
         Raises:
-            ValueError: if the class makes nothing of these entries.
+            ValueError: if the class cannot load these entries.
         """
         if not isinstance(self._form, _Outer):
             return value
@@ -217,7 +217,7 @@ class Packing:
             ) from error
 
     def detach_from(self, module: nn.Module) -> None:
-        """Let a module drop what the class lets it keep of the parameter, which is sharded now."""
+        """Remove data of the parameter, which is sharded now, from its module, if the class stores such data there."""
         if isinstance(self._form, _Outer):
             self._form.protocol.detach_from(module)
 
@@ -238,7 +238,7 @@ _REMEDY = (
 
 def _copy(source: Tensor, destination: Tensor) -> None:
     source = source.detach()
-    if source.dtype.itemsize == 1:  # torch cannot copy all dtypes of less than a byte
+    if source.dtype.itemsize == 1:  # torch cannot copy some dtypes with less than a byte per element
         source, destination = source.view(torch.uint8), destination.view(torch.uint8)
     destination.copy_(source)
 

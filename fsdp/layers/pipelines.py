@@ -1,4 +1,4 @@
-"""The parts of torch's pipelines that concern sharded modules: `FSDPState`, and schedules that need it."""
+"""Support for sharded modules in torch's pipelines: `FSDPState`, and a check for schedules that require it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FSDPState:
 
     unit: Unit
 
-    _fsdp_param_groups = ()  # torch's pipelines reduce the gradients of each, and then call this one:
+    _fsdp_param_groups = ()  # torch's pipelines reduce the gradients of each group, then call the method below
     _fsdp_param_group = None  # the same in torch 2.11
 
     @property
@@ -26,7 +26,7 @@ class FSDPState:
 
     @property
     def all_states(self) -> list[FSDPState]:
-        """The states of the module and of those inside."""
+        """The states of the module and of its inner modules."""
         return [FSDPState(unit) for _, unit in units_in(self.unit)]
 
     def _root_post_backward_final_callback(self) -> None:
@@ -34,10 +34,10 @@ class FSDPState:
 
 
 def finalize_backward(unit: Unit) -> None:
-    """Collective. Reduce the accumulated gradients of an outermost unit, and those that a schedule has assigned.
+    """Collective. Reduce the accumulated gradients of an outermost unit, and gradients that a schedule has assigned.
 
-    Pipelines that separate the backward of weights compute their gradients with `torch.autograd.grad`, and assign them
-    to unsharded parameters, for which autograd has called no hook.
+    Pipelines with a separate backward for weights compute their gradients using `torch.autograd.grad`, and assign them
+    to unsharded parameters, so autograd does not call the hooks.
     """
     for _, each in units_in(unit):
         each.take_assigned_gradients()
@@ -46,7 +46,7 @@ def finalize_backward(unit: Unit) -> None:
     runtime_of(unit).reduce_accumulated()
 
 
-# The modules of the frames between a pipeline that calls `parameters()` of a stage, and the front door.
+# The modules of the frames between a pipeline's call of `parameters()` of a stage, and the front door.
 _LISTING = {"torch.nn.modules.module", "fsdp.fully_shard", "fsdp.fully_sharded_data_parallel"}
 
 
@@ -54,11 +54,11 @@ _LISTING = {"torch.nn.modules.module", "fsdp.fully_shard", "fsdp.fully_sharded_d
 def refuse_separate_backwards(unit: Unit) -> None:
     """Raise an error if a pipeline lists the parameters of a stage to compute their gradients separately.
 
-    `named_parameters` calls this function, at the request of `parameters`, and `named_modules`, for the parameters of a
-    module around the unit.
+    `named_parameters` calls this function, for `parameters`, and `named_modules`, for the parameters of a module around
+    the unit.
 
     Raises:
-        RuntimeError: if the pipeline does not know that the module is sharded, and would find no gradients of shards.
+        RuntimeError: if the pipeline does not detect a sharded module, so it would find no gradients of shards.
     """
     if unit.policy.awaits_backwards or "torch.distributed.pipelining._backward" not in sys.modules:
         return

@@ -1,7 +1,7 @@
-"""`QuantizedParameters`: unsharded parameters that were quantised for their all-gather.
+"""`QuantizedParameters`: unsharded parameters that are quantised for the all-gather.
 
-Only the all-gathers of forward and backward use this class. State dicts, summoned parameters and files are made from
-the shards, which stay exact, so errors do not accumulate over steps.
+Only the all-gathers of forward and backward use this class. State dicts, summoned parameters and files are created from
+the exact shards, so errors do not accumulate over steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp.engine.unsharded_params import UnshardedParameters
 
 
 class QuantizedParameters(UnshardedParameters):
-    """The parameters of a layout, with the same bits on all ranks: each rank dequantises its own shard as well.
+    """Unsharded parameters with the same bits on all ranks, because each rank also quantises its own shard.
 
     Messages have the format `codes`. For other arguments see `UnshardedParameters`.
     """
@@ -42,13 +42,13 @@ class QuantizedParameters(UnshardedParameters):
         super().__init__(flat_param, layout, full, **others)
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
-        if directly:  # what a few ranks have kept was quantised when it was gathered
+        if directly:  # post-forward shards contain quantised values already
             return super().begin_gather(directly=True)
         self.outgoing = self._encoded_shard().view(-1)
         self._arriving = self.outgoing.new_empty(self._layout.world_size * self.outgoing.numel())
         return self._arriving
 
-    @torch.inference_mode(False)  # what is gathered in inference may be used in training
+    @torch.inference_mode(False)  # parameters gathered during inference may be used in training
     @torch.no_grad()
     def end_gather(self, *, is_wanted: bool = True) -> None:
         arriving, self._arriving, self.outgoing = self._arriving, None, None
@@ -57,7 +57,7 @@ class QuantizedParameters(UnshardedParameters):
                 return
             rows = arriving.view(self._layout.world_size, -1)
             gathered = super().begin_gather().view(self._layout.world_size, -1)
-            for row, place in zip(rows.split(1), gathered.split(1), strict=True):  # so that float32 is needed of one
+            for row, place in zip(rows.split(1), gathered.split(1), strict=True):  # with float32 memory for one row
                 place.copy_(self._codes.decoded(row, self._layout.shard_numel))
         super().end_gather(is_wanted=is_wanted)
 
@@ -81,7 +81,7 @@ class QuantizedParameters(UnshardedParameters):
 
 @dataclass(frozen=True)
 class MakeQuantized:
-    """A function that makes `QuantizedParameters`. Its copies and pickles make exact parameters."""
+    """A factory of `QuantizedParameters`. Copies and pickles of it create exact parameters."""
 
     codes: BlockCodes
 

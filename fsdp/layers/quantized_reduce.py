@@ -1,11 +1,11 @@
-"""`QuantizedReduceScatter` is a communicator in which gradients are sent as quantised blocks, with error feedback.
+"""`QuantizedReduceScatter` is a communicator that sends gradients as quantised blocks, with error feedback.
 
-Each rank sends each piece of its gradient once, to the rank whose shard the piece is of. That rank dequantises the
-received pieces and adds them in float32, in the order of ranks. Its own piece is not sent, and so not quantised. No sum
-is quantised, unlike in a ring.
+Each rank sends a piece of its gradient directly to each other rank. The receiver dequantises the pieces for its shard
+and adds them in float32, in the order of ranks. Its own piece is not sent, so it is not quantised. No sum is quantised,
+unlike in a ring.
 
-With error feedback (Seide et al., "1-bit stochastic gradient descent", 2014) a rank keeps the rounding errors of the
-pieces that it has sent, and adds them to its next gradient.
+With error feedback (Seide et al., "1-bit stochastic gradient descent", 2014), a rank adds the rounding errors of the
+sent pieces to its next gradient.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fsdp.engine.layout import Layout
 
 
 class Feedback:
-    """The rounding errors that the next gradient of a handle is to make up for.
+    """The rounding errors of a handle's gradients, which are added to the next gradient.
 
     Args:
-        handle: whose gradients.
-        comm: the ranks that they are reduced over, without a front.
+        handle: the handle.
+        comm: the communicator for exact reductions, without a front.
 
     Attributes:
         handle: the argument.
-        sent: ``[world_size - 1, shard_numel]`` in bfloat16, of what this rank has sent to each other rank; None before
-            the first reduction.
-        received: ``[shard_numel]`` in float32, of this rank's shard: the errors of all ranks, after `settle` or a load.
+        sent: ``[world_size - 1, shard_numel]`` in bfloat16, the errors of this rank's messages to each other rank; None
+            before the first reduction.
+        received: ``[shard_numel]`` in float32, the errors of all ranks for this rank's shard, after `settle` or a load.
     """
 
     def __init__(self, handle: FlatParamHandle, comm: Communicator) -> None:
@@ -43,7 +43,7 @@ class Feedback:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank keeps."""
+        """The bytes of the errors on this rank."""
         return sum(each.nbytes for each in (self.sent, self.received) if each is not None)
 
     def add_to(self, rows: Tensor) -> None:
@@ -51,34 +51,34 @@ class Feedback:
         if self.sent is not None or self.received is not None:
             whole = self._whole(rows.device)
             layout = self.handle.gradients.layout
-            if layout is not self.handle.layout:  # parameters are left out that no rank has used
+            if layout is not self.handle.layout:  # excludes parameters that no rank has used
                 part = torch.zeros_like(rows)
                 _copy(self.handle.layout, whole, layout, part)
                 whole = part
             rows += whole
 
     def keep(self, errors: Tensor) -> None:
-        """Replace the errors by those of the pieces ``[world_size - 1, n]`` that were sent now to other ranks."""
+        """Replace the errors by `errors` ``[world_size - 1, n]``, of the pieces that were just sent to other ranks."""
         comm, layout = self.handle.reduce_comm, self.handle.gradients.layout
         if layout is self.handle.layout:
             self.sent, self.received = errors.bfloat16(), None
             return
         part, whole = errors.new_zeros(comm.world_size, errors.shape[1]), self._whole(errors.device)
         set_peers_rows(part, comm.rank, errors)
-        _copy(layout, part, self.handle.layout, whole)  # the errors of what was left out stay
+        _copy(layout, part, self.handle.layout, whole)  # keeps the errors of excluded parameters
         self.sent = peers_rows(whole, comm.rank).bfloat16()
         if self.received is not None:
             self.received = whole[comm.rank].clone()
 
     def settle(self) -> Tensor:
-        """Collective. Return the errors ``[shard_numel]`` of all ranks for this rank's shard, and forget them."""
+        """Collective. Return the errors ``[shard_numel]`` of all ranks for this rank's shard, and delete them."""
         whole = self._whole(self.handle.storage.device)
         what, tag = f"feedback of {self.handle.name}", ("feedback", self.handle.tags.reduce)
         self.sent = self.received = None
         return self._comm.reduce_scatter(whole.view(-1), what, tag).wait().clone()
 
     def begin_with(self, errors: Tensor | None) -> None:
-        """Replace all errors by ``[shard_numel]`` in float32, for this rank's shard."""
+        """Replace all errors by `errors` ``[shard_numel]`` in float32, for this rank's shard."""
         self.sent, self.received = None, errors
 
     def _whole(self, device: torch.device) -> Tensor:
@@ -105,14 +105,14 @@ class QuantizedSums:
     def handles_of(self, tag: Tag) -> list[FlatParamHandle]:
         """Return the handles whose gradients are reduced together under a tag."""
         tags = words_of(tag)
-        if not all(each in self._by_tag for each in tags):  # ranks have agreed anew
+        if not all(each in self._by_tag for each in tags):  # the handles have new tags
             self._by_tag = {handle.tags.reduce: handle for handle in self._handles}
         return [self._by_tag[each] for each in tags]
 
     def prepared(self, rows: Tensor, handle: FlatParamHandle, comm: Communicator) -> tuple[Tensor, Tensor]:
         """Return the messages of a handle ``[world_size - 1, bytes]`` for other ranks, and this rank's own row ``[n]``.
 
-        The `rows` ``[world_size, n]`` are the gradient's pieces, one for each rank. They are overwritten.
+        The `rows` ``[world_size, n]`` are the gradient's pieces for each rank. They are overwritten.
         """
         rows, feedback = rows.float(), self.feedback.get(handle)
         if feedback is not None:
@@ -126,10 +126,10 @@ class QuantizedSums:
 
 
 class Quantizing(InFront):
-    """A communicator that sends gradients quantised."""
+    """A communicator that quantises gradients before they are sent."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
-        return self._behind  # the errors are of the gradients of the original model
+        return self._behind  # the errors belong to the gradients of the original model
 
     @property
     def plain(self) -> Communicator:
@@ -159,7 +159,7 @@ class Quantizing(InFront):
 
 
 class QuantizedReduceScatter(Quantizing):
-    """A communicator that sums gradients that are sent quantised."""
+    """A communicator with reduce-scatters of quantised gradients."""
 
     _collective: QuantizedSums
 
@@ -180,29 +180,29 @@ class QuantizedReduceScatter(Quantizing):
 
 
 def require_quantizable(gradient: Tensor, what: str) -> None:
-    """Raise TypeError for a gradient of another dtype."""
+    """Raise TypeError for a gradient of an unsupported dtype."""
     if gradient.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{what}: gradients of {gradient.dtype} cannot be quantised, only of {names}")
 
 
 def finite(errors: Tensor) -> Tensor:
-    """Return errors that may be added to the next gradient: a step with infinities is skipped. Overwrites them."""
+    """Replace nonfinite errors by 0 in place, because a step with infinities is skipped; return the errors."""
     return errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def peers_rows(rows: Tensor, rank: int) -> Tensor:
-    """Return a copy of all rows but one. Without an index tensor, for which the host would wait for the device."""
+    """Return a copy of all rows except this rank's, without an index tensor, which would cause a synchronization."""
     return torch.cat([rows[:rank], rows[rank + 1 :]])
 
 
 def set_peers_rows(rows: Tensor, rank: int, values: Tensor) -> None:
-    """Set all rows but one."""
+    """Set all rows except this rank's."""
     rows[:rank], rows[rank + 1 :] = values[:rank], values[rank:]
 
 
 def _copy(source: Layout, values: Tensor, target: Layout, to: Tensor) -> None:
-    """Copy gathered values of the parameters that both layouts have room for."""
+    """Copy gathered values of the parameters that both layouts contain."""
     for here, there in zip(source.places(values.view(-1)), target.places(to.view(-1)), strict=True):
-        for value, place in zip(here, there):  # noqa: B905 (one of them may have no room)
+        for value, place in zip(here, there):  # noqa: B905 (a layout may exclude the parameter)
             place.copy_(value)

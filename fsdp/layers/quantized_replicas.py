@@ -1,8 +1,8 @@
-"""`QuantizedReplicaSums` is a communicator in which gradients are summed over replicas as quantised blocks.
+"""`QuantizedReplicaSums` is a communicator that sums gradients over replicas as quantised blocks.
 
 As in an exact all-reduce, every replica sums a piece of the gradient and sends the sum to all replicas. Pieces and sums
-are sent quantised, and pieces are added in float32. All replicas dequantise the same messages, so that they step with
-the same bits.
+are sent quantised, and pieces are added in float32. All replicas dequantise the same messages, so their optimizer steps
+have the same bits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fsdp.layers.quantized_reduce import (
 
 
 class ReplicaFeedback:
-    """The rounding errors of both messages that the next gradient of a handle is to make up for.
+    """The rounding errors of a handle's messages (pieces and sums), which are added to the next gradient.
 
     Attributes:
-        handle: whose gradients.
-        errors: ``[shard_numel]`` in bfloat16, of what this rank has sent; None before the first sum.
+        handle: the handle.
+        errors: ``[shard_numel]`` in bfloat16, the errors of this rank's messages; None before the first sum.
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
@@ -40,34 +40,34 @@ class ReplicaFeedback:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank keeps."""
+        """The bytes of the errors on this rank."""
         return 0 if self.errors is None else self.errors.nbytes
 
     def add_to(self, gradient: Tensor, layout: Layout) -> None:
-        """Add the errors to a shard of the gradient ``[n]`` in float32, of the parameters in a layout."""
+        """Add the errors to a shard of the gradient ``[n]`` in float32, for the parameters of `layout`."""
         if self.errors is not None:
             for value, error in self._pairs(gradient, layout, self.errors):
                 value += error
 
     def keep(self, errors: Tensor, layout: Layout) -> None:
-        """Replace the errors of these parameters by ``[n]``; the errors of others stay."""
+        """Replace the errors of the parameters of `layout` by `errors` ``[n]``, and keep all other errors."""
         if self.errors is None:
             self.errors = errors.new_zeros(self.handle.layout.shard_numel, dtype=torch.bfloat16)
         for value, kept in self._pairs(errors, layout, self.errors):
             kept.copy_(value)
 
     def settle(self) -> Tensor:
-        """Return the errors ``[shard_numel]`` of this rank in float32, and forget them."""
+        """Return the errors ``[shard_numel]`` of this rank in float32, and delete them."""
         errors, self.errors = self.errors, None
         numel, device = self.handle.layout.shard_numel, self.handle.storage.device
         return torch.zeros(numel, device=device) if errors is None else errors.float()
 
     def begin_with(self, errors: Tensor | None) -> None:
-        """Replace all errors by ``[shard_numel]`` in float32."""
+        """Replace all errors by `errors` ``[shard_numel]`` in float32."""
         self.errors = None if errors is None else errors.bfloat16()
 
     def _pairs(self, part: Tensor, layout: Layout, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the places of each parameter in a shard of a layout, and in a shard of the handle's."""
+        """Yield the elements of each parameter in a shard of `layout`, and in a shard of the handle's layout."""
         rank = self.handle.comm.rank
         if layout is self.handle.layout:
             yield part, whole
@@ -83,18 +83,18 @@ class ReplicaSums:
 
     Args:
         codes: the format of messages.
-        handles: those that sum over these replicas.
-        has_feedback: keep rounding errors.
+        handles: the handles that sum over these replicas.
+        has_feedback: If True, keep rounding errors.
 
     Attributes:
         codes: the argument.
-        feedback: an object for each handle; none without error feedback.
+        feedback: an object for each handle; empty without error feedback.
     """
 
     def __init__(self, codes: BlockCodes, handles: Sequence[FlatParamHandle], has_feedback: bool) -> None:
         self.codes = codes
         self.feedback = [ReplicaFeedback(handle) for handle in handles] if has_feedback else []
-        self._sums: dict[Tag, _Sum] = {}  # that are not complete
+        self._sums: dict[Tag, _Sum] = {}  # incomplete sums
 
     def begin(self, pieces: Tensor, tag: Tag) -> None:
         """Add the errors of earlier sums to a gradient ``[replicas, n]`` in float32."""
@@ -106,12 +106,12 @@ class ReplicaSums:
                 feedback.add_to(part, layout)
 
     def note_pieces(self, errors: Tensor, rank: int, tag: Tag) -> None:
-        """Note the errors ``[replicas - 1, n]`` of the pieces that were sent to the other replicas."""
+        """Record the errors ``[replicas - 1, n]`` of the pieces that were sent to the other replicas."""
         if self.feedback:
             set_peers_rows(self._sums[tag].errors, rank, finite(errors))
 
     def note_sum(self, errors: Tensor, rank: int, tag: Tag) -> None:
-        """Note the errors ``[n]`` of the sum that this rank sends, and keep all errors."""
+        """Record the errors ``[n]`` of the sum that this rank sends, and store all errors of this reduction."""
         if self.feedback:
             found = self._sums.pop(tag)
             found.errors[rank] = finite(errors)
@@ -120,13 +120,13 @@ class ReplicaSums:
 
 
 class _Sum(NamedTuple):
-    """A sum that is not complete: of the gradients of these handles, one after the other, with padding in the end."""
+    """An incomplete sum of the gradients of these handles, concatenated, with padding at the end."""
 
     members: list[tuple[ReplicaFeedback, Layout]]
     errors: Tensor  # ``[replicas, n]``
 
     def parts_of(self, pieces: Tensor) -> Iterator[tuple[ReplicaFeedback, Layout, Tensor]]:
-        """Yield the part of pieces ``[replicas, n]`` of each handle."""
+        """Yield the part of each handle in `pieces` ``[replicas, n]``."""
         flat, start = pieces.view(-1), 0
         for feedback, layout in self.members:
             stop = start + layout.shard_numel
@@ -135,13 +135,13 @@ class _Sum(NamedTuple):
 
 
 class QuantizedReplicaSums(Quantizing):
-    """A communicator that sums gradients over replicas, which are sent quantised."""
+    """A communicator with quantised reduce-scatters and all-gathers of gradients over replicas."""
 
     _collective: ReplicaSums
 
     def __init__(self, behind: Communicator, collective: ReplicaSums) -> None:
         super().__init__(behind, collective)
-        self.sends_pieces = True  # otherwise the backend would sum, in one collective
+        self.sends_pieces = True  # otherwise the backend would all-reduce in a single collective
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         require_quantizable(full, what)

@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
     Attributes:
         kind: "forward", "backward", "wait" (for a collective) or "optimizer step".
-        name: of the unit, the collective, or the optimizer.
+        name: the name of the unit, the collective, or the optimizer.
         begin, end: in nanoseconds since 1970, on the clock of the rank's machine.
     """
 
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
     Attributes:
         rank: the global rank.
-        spans: in the order of their ends; spans are nested or disjoint.
+        spans: intervals in the order of their ends; they are nested or disjoint.
         memory: times, with the bytes of shards, unsharded parameters and gradients.
     """
 
@@ -81,7 +81,7 @@ class Report:
     """The results of a trace for each unit; see `Trace.report`. ``str(report)`` is a table.
 
     Attributes:
-        steps: forwards of the outermost unit that were recorded.
+        steps: the number of recorded forwards of the outermost unit.
         units: the outermost unit first, and all other waits last.
     """
 
@@ -117,7 +117,7 @@ class Report:
 
 
 def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:
-    """Return the report of the records of all ranks on units, the outermost first."""
+    """Return a report on units, the outermost first, from the records of all ranks."""
     names = {unit.name for unit in units}
     waited = {name: dict.fromkeys((record.rank for record in records), 0) for name in (*names, OTHERS)}
     passes: dict[str, list[list[Span]]] = {name: [[] for _ in records] for name in names}  # of each rank
@@ -134,9 +134,9 @@ def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:
 
 
 def _waited_for(what: str, names: Collection[str]) -> str:
-    """Return the name of the unit that a text such as "all-gather of layers.3 in forward" names."""
+    """Return the name of the unit in a text such as "all-gather of layers.3 in forward"."""
     words = what.partition(" of ")[2].split(" ")
-    # The longest: a name may consist of several words, and "root" may be a module in "root (Model)".
+    # The longest match, because a name may consist of multiple words, and "root" may be a module in "root (Model)".
     starts = (" ".join(words[:count]) for count in range(len(words), 0, -1))
     return next((start for start in starts if start in names), OTHERS)
 

@@ -31,27 +31,27 @@ from fsdp.layers.verify import require_sharded
 
 @contextmanager
 def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tuple[str, ...]]:
-    """Collective at its beginning. Keep units unsharded between forwards without gradients, as far as memory allows. ::
+    """Collective at the beginning. Keep units unsharded between forwards without gradients, within a memory budget. ::
 
         with fsdp.resident(model, budget_bytes=8 << 30), torch.no_grad():
             for batch in batches:
                 output = model(batch)
 
-    The units are all-gathered when the context begins, and resharded when it ends. Inside, their forwards without
-    gradients communicate nothing. A forward with gradients uses the unsharded parameters that are there, and reshards
-    each unit as usual. After a step of an optimizer, the next forward all-gathers the new values.
+    The units are all-gathered when the context begins, and resharded when the context ends. Inside, their forwards
+    without gradients do not communicate. A forward with gradients uses the unsharded parameters and reshards each unit
+    as usual. After an optimizer step, the next forward all-gathers the new values.
 
-    If all units are resident, ranks may run different numbers of forwards, so ``generate`` needs no ``synced_gpus``.
-    Otherwise, all ranks run the same forwards.
+    If all units are resident, ranks may run different numbers of forwards, so ``generate`` does not require
+    ``synced_gpus``. Otherwise, all ranks must run the same forwards.
 
-    Units with the most runs in earlier contexts of this model are chosen first; among units with equally many runs,
-    the innermost ones, and then the smallest. A unit that does not fit is skipped. Change parameters on all ranks or
-    on none inside: they are not compared between ranks.
+    Units with the most runs in earlier contexts of this model are chosen first; with the same number of runs, the
+    innermost units first, then the smallest. A unit that does not fit is skipped. If parameters are changed inside the
+    context, all ranks must make the same changes, because values are not compared between ranks.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        budget_bytes: the size of all resident units, in bytes of unsharded parameters in the dtype of the computation;
-            None stands for all units. Units that are not resident need memory in addition, while they compute.
+        budget_bytes: the maximum size of all resident units, in bytes of unsharded parameters in the compute dtype;
+            None (the default) means no limit. Other units need additional memory during their computation.
 
     Yields:
         The names of the resident units.
@@ -59,8 +59,8 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
     Raises:
         TypeError: for a model that is not sharded.
         ValueError: for a negative budget.
-        RuntimeError: inside of a forward, a backward or `fsdp.join`; for an inner unit; on every rank, if budgets
-            differ between ranks.
+        RuntimeError: inside a forward, a backward or `fsdp.join`; for an inner unit; on every rank, if budgets differ
+            between ranks.
     """
     root = require_sharded(model, "fsdp.resident")
     runtime = runtime_of_root(root, "fsdp.resident")
@@ -77,10 +77,10 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
             chosen = [unit for unit in every if not unit.policy.keeps_for_inference]
             for place, unit in enumerate(chosen):
                 unit.policy.keeps_for_inference = True
-                for started in chosen[place : place + 2]:  # one all-gather in advance
+                for started in chosen[place : place + 2]:  # prefetches an all-gather
                     started.unshard()
                 unit.wait_for_unshard()
-                unit.is_spare = True  # no backward will need it
+                unit.is_spare = True  # no backward will use the parameters
         runtime.checks = orders
         with attached(orders, runtime.units):
             yield tuple(unit.name for unit in every)
@@ -99,10 +99,10 @@ _runs: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()  # for
 
 
 class _Orders(Checks):
-    """Checks that also count forwards without gradients, and give them a recorded order of their own.
+    """Checks that also count forwards without gradients, and record their order separately.
 
-    Ranks may run different numbers of them. The order of forwards with gradients, by which units are prefetched and
-    kept for the backward, is the same on all ranks.
+    Ranks may run different numbers of these forwards. The order of forwards with gradients, used to prefetch units and
+    keep them for the backward, is the same on all ranks.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -119,7 +119,7 @@ class _Orders(Checks):
     def before_forward(self, unit: Unit) -> None:
         self._checks.before_forward(unit)
         if torch.is_grad_enabled() and self._runtime._forward_order is self._inference:
-            passes.path.forget(self._runtime.root.ranks)  # it counts passes
+            passes.path.forget(self._runtime.root.ranks)  # the counts of passes may differ between ranks
         self._runtime._forward_order = self._training if torch.is_grad_enabled() else self._inference
 
     def trust_values(self, unit: Unit) -> None:
@@ -141,7 +141,7 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
         for _, inner in units_in(unit):
             depths[inner] += 1
     sizes = [
-        sum(one.unsharded.full.nbytes for one in unit.handles if not one.unsharded.is_shard)  # beside the shards
+        sum(one.unsharded.full.nbytes for one in unit.handles if not one.unsharded.is_shard)  # without shards
         for unit in runtime.units
     ]
     ranked = sorted(

@@ -57,8 +57,8 @@ class SameBits:
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        micro_batches: the number of micro-batches of a step, over all ranks: a multiple of the number of ranks.
-        seed: the seed of the random numbers of micro-batches.
+        micro_batches: the number of micro-batches in a step on all ranks, a multiple of the number of ranks.
+        seed: the seed for the random numbers of micro-batches.
 
     Raises:
         TypeError: if `model` is not sharded.
@@ -66,7 +66,7 @@ class SameBits:
         NotImplementedError: for features whose results depend on the number of ranks, by name: hybrid sharding,
             reductions in 16 bits, communication hooks, custom reduce-scatters, tensor parallelism, `fsdp.cond`,
             parameters that are trained and not sharded.
-        RuntimeError: if ranks have different arguments or numbers of threads; if an enclosing sharded module runs it.
+        RuntimeError: if arguments or numbers of threads differ between ranks; if an enclosing sharded module runs it.
     """
 
     def __init__(self, model: nn.Module, micro_batches: int, seed: int = 0) -> None:
@@ -79,12 +79,12 @@ class SameBits:
         self._micro_batches, self._seed = micro_batches, seed
         self._rank, self._world_size = number_among(root.everyone), size_of(root.everyone)
         self._sums = MicroBatchSums(micro_batches)
-        self._is_complete = True  # the gradients are of all micro-batches of a step
+        self._is_complete = True  # the gradients include all micro-batches of a step
         self._ranks = self._runtime.participation = _RanksWithMicroBatches()
         for each in self._runtime.units:
             each.set_divide_factors(1.0, 1.0)
-            each.policy.fills_unused = True  # or a gradient would have other places in one micro-batch than in another
-        fronts: dict[Communicator, Communicator] = {}  # one for each, or small gradients would not be sent together
+            each.policy.fills_unused = True  # otherwise the layout of a gradient could differ between micro-batches
+        fronts: dict[Communicator, Communicator] = {}  # shared by handles, so that small gradients are bucketed
         for handle in self._runtime.handles:
             ways = [handle.reduce_comm, handle.replicas]
             way = ways[handle.is_replicated]
@@ -103,15 +103,15 @@ class SameBits:
         """Collective. Yield the numbers of this rank's micro-batches of a step.
 
         Run a single forward and backward of the model in each iteration of the loop. Before each iteration, torch's
-        generators are seeded by the seed, the step's and the micro-batch's number; they are restored at the end.
+        generators are seeded using the seed, the step number and the micro-batch number; they are restored at the end.
 
         Args:
             number: the number of the step since the beginning of the training.
 
         Raises:
-            RuntimeError: if a micro-batch had no backward, more than one, or a backward under `no_sync`; inside
+            RuntimeError: if a micro-batch had no backward, multiple backwards, or a backward under `no_sync`; inside
                 `fsdp.join`, or if the model uses `fsdp.cond`.
-            NotImplementedError: for norms that keep running statistics in training, as batch norms do.
+            NotImplementedError: for norms that update running statistics in training, for example batch norms.
         """
         device = self._root.device
         done_by_all([self._root.everyone], "begin a step of fsdp.SameBits", self._require_unchanged)
@@ -128,14 +128,14 @@ class SameBits:
                 self._sums.end()
 
     def mean(self, losses: Iterable[Tensor | float]) -> float:
-        """Collective. Return the mean of a number for each micro-batch of a step, such as its loss.
+        """Collective. Return the mean of one number per micro-batch of a step, for example the loss.
 
         Args:
             losses: the numbers of this rank's micro-batches, in their order.
 
         Raises:
-            ValueError: on every rank, if there are more or fewer.
-            OtherRankError: with the reason, if another rank has passed something else than numbers.
+            ValueError: on every rank, if a rank passes more or fewer numbers than micro-batches.
+            OtherRankError: with the reason, if another rank has passed an object that is not a number.
         """
 
         def numbers() -> tuple[None, list[float]]:
@@ -159,14 +159,14 @@ class SameBits:
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """Collective. Scale the gradients to a 2-norm of at most `max_norm`, and return the previous norm in float64.
 
-        The norm is more precise than a rounding of float32 for up to 2**40 elements; see `exact_norm`.
+        For up to 2**40 elements, the error of the norm is smaller than a rounding in float32; see `exact_norm`.
 
         Raises:
-            RuntimeError: if `error_if_nonfinite` and the norm is not finite.
+            RuntimeError: if `error_if_nonfinite` is True and the norm is not finite.
         """
         self._runtime.ensure_idle("clip gradients")
         grads = reduced_gradients(self._runtime)
-        own = [grad for handle, grad in grads.items() if handle.replicas.rank == 0]  # what is replicated counts once
+        own = [grad for handle, grad in grads.items() if handle.replicas.rank == 0]  # replicated gradients count once
         with during("SameBits.clip_grad_norm_()"):
             norm = exact_norm(self._root.everyone, own, self._root.device)
         scale_to(grads.values(), norm, float(max_norm), error_if_nonfinite)
@@ -209,7 +209,7 @@ class SameBits:
                     "since: leave them as they are"
                 )
         for name, module in self._root.module.named_modules():
-            # The base of batch and instance norms is private (torch 2.11 to 2.15).
+            # The base class of batch and instance norms is private (torch 2.11 to 2.15).
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
                 raise NotImplementedError(
                     f"fsdp.SameBits: {name} is a {type(module).__name__} in training, whose running statistics are of "
@@ -276,5 +276,5 @@ def _problems(unit: Unit, ranks: int) -> Iterator[str]:
 
 def _mixed(*numbers: int) -> int:
     text = "/".join(map(str, numbers)).encode()
-    digest = hashlib.blake2b(text, digest_size=4).digest()  # torch's CPU generator takes 32 bits
+    digest = hashlib.blake2b(text, digest_size=4).digest()  # torch's CPU generator uses 32 bits
     return int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""Handles for users: `flat_param_handles` finds a model's, and a `StandaloneHandle` shards without a unit."""
+"""Handles for users: `flat_param_handles` returns a model's handles; a `StandaloneHandle` shards without a unit."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from fsdp.layers.verify import agree_on_values
 def flat_param_handles(module: nn.Module) -> list[FlatParamHandle]:
     """Return the handles of all units in a module tree, outer units first. Not collective.
 
-    Units of `FullyShardedDataParallel` and of `fully_shard` are included. A `StandaloneHandle` belongs to no unit, and
-    is not.
+    Units of `FullyShardedDataParallel` and of `fully_shard` are included. A `StandaloneHandle` is not included, because
+    it belongs to no unit.
     """
     units = units_of(module.modules())
     for unit in units:
@@ -49,22 +49,22 @@ class StandaloneHandle(FlatParamHandle):
     """A `FlatParamHandle` that the user controls: no unit, hook or schedule runs it.
 
     The constructor is collective. The handle removes parameters from a module and shards them as a flat parameter. The
-    module has placeholders instead, or the unsharded parameters after `unshard` and `wait_for_unshard`. The module
-    lists the shard as ``flat_param_0`` (or the next free number) for optimizers. Gradients of a backward stay in the
-    handle until `reduce_gradient`. The parameters must be unsharded in forward and in backward. Keep a reference to
-    the handle, because only the handle can unshard them.
+    module contains placeholders instead, or the unsharded parameters after `unshard` and `wait_for_unshard`. The module
+    lists the shard as ``flat_param_0`` (or the next free number) for optimizers. Gradients of a backward are kept in
+    the handle until `reduce_gradient`. The parameters must be unsharded during forward and backward. Keep a reference
+    to the handle, because only the handle can unshard them.
 
     Args:
-        params: parameters of `module` or of modules in it, with equal dtype and device, all trained or all frozen.
-        module: the module that names are relative to.
-        process_group: the ranks to shard over; None means all ranks. A 1-D `DeviceMesh` means its group.
-        use_orig_params: list this rank's shard of each parameter under its name instead of the flat parameter.
-        param_dtype: the dtype of the unsharded parameters; None leaves them as they are.
-        reduce_dtype: the dtype in which gradients are summed; None is `param_dtype`.
-        device: the device of the shard and of the computation; None is the device of the parameters.
+        params: parameters of `module` or of its submodules, with equal dtype and device, all trained or all frozen.
+        module: the module to which names are relative.
+        process_group: the ranks to shard over; None (the default) means all ranks. A 1-D `DeviceMesh` means its group.
+        use_orig_params: If True, list this rank's shard of each parameter by name instead of the flat parameter.
+        param_dtype: the dtype of the unsharded parameters; None does not cast them.
+        reduce_dtype: the dtype in which gradients are summed; None means `param_dtype`.
+        device: the device of the shard and of the computation; None means the device of the parameters.
 
     Raises:
-        RuntimeError: without a process group; if the ranks give different parameters, or different values of them.
+        RuntimeError: without a process group; if the parameters or their values differ between ranks.
         TypeError: for `DTensor`s, integers, and parameters without values.
         ValueError: for an empty list, for parameters with different dtypes, devices or `requires_grad`, that do not
             belong to the module, or that are already sharded; for a pair of groups.
@@ -115,7 +115,7 @@ class StandaloneHandle(FlatParamHandle):
         predivide = Options().predivide_factor(comm.world_size)
         policy = Policy(False, False, False, predivide=predivide, postdivide=comm.world_size / predivide)
         super().__init__(shard, comm, comm, LONE_RANK, precision, policy)
-        self._backward: BackwardPass | None = None  # the one that runs, or was the last
+        self._backward: BackwardPass | None = None  # the running or last backward
         self.on_gradient = _take_gradient
         self.rename(name, name)
         self.number_as(0)
@@ -137,7 +137,7 @@ class StandaloneHandle(FlatParamHandle):
         self.end_backward()
 
     def take_in(self, slot: int, leaf: Tensor) -> None:
-        """Take in the gradient of a leaf; the first one of a backward begins it."""
+        """Accumulate the gradient of a leaf. The first gradient of a backward begins the backward."""
         if self._backward is None or not self._backward.is_alive:
             self._backward = BackwardPass(self.mark_unreduced)
             self.begin_backward(GradientSync.FULL)
@@ -155,12 +155,12 @@ def _take_gradient(handle: Any, slot: int, leaf: Tensor) -> None:
 
 
 def _places_of(params: Iterable[nn.Parameter], module: nn.Module) -> dict[nn.Parameter, Places]:
-    """Return the parameters, in their order, with the places where the module uses them."""
+    """Return the parameters, in the given order, with the places where the module uses them."""
     wanted = list(dict.fromkeys(params))
     if not wanted:
         raise ValueError("StandaloneHandle needs parameters to shard, and was given none")
     ids = {id(param) for param in wanted}
-    others = [param for param in module.parameters() if id(param) not in ids]  # the shards of other handles too
+    others = [param for param in module.parameters() if id(param) not in ids]  # including shards of other handles
     found = collect(module, Ignored.of(None, others))
     for number, param in enumerate(wanted):
         if is_dtensor(param):

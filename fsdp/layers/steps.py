@@ -255,7 +255,7 @@ class Steps:
 
 
 def _written_gradients(counts: dict[str, int]) -> Iterator[str]:
-    """Yield texts with the number of writes to gradients; a single text for the most frequent number, as after clipping."""
+    """Yield texts with the number of writes to gradients, with a single text for the most frequent number."""
     tally = Counter(counts.values())
     usual = min(tally, key=lambda times: (-tally[times], times), default=0)
     if usual:

@@ -14,12 +14,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def summary(unit: Unit | None) -> str:
-    """Return a line for each flat parameter of a unit; empty if it has none, or is none."""
+    """Return a line for each flat parameter of a unit; empty without parameters, or for None."""
     return "" if unit is None else "\n".join(map(_of_handle, unit.handles))
 
 
 def options_in_use(wrapper: Any, unit: Unit) -> str:
-    """Return the options of a `FullyShardedDataParallel` with this unit: some of them, or more if it is ``verbose``."""
+    """Return the most important options of a `FullyShardedDataParallel` with this unit, or more if ``verbose``."""
     shown = {
         "world_size": wrapper.world_size,
         "flatten_parameters": wrapper.flatten_parameters,
@@ -52,7 +52,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes as people read it: ``1.5 MiB``."""
+    """Return a number of bytes as text, for example ``1.5 MiB``."""
     for unit in _UNITS:
         if nbytes < 1024 or unit == _UNITS[-1]:
             break
@@ -61,7 +61,7 @@ def size_text(nbytes: float) -> str:
 
 
 def milliseconds(nanoseconds: int) -> str:
-    """Return a time as people read it: ``1.5 ms``."""
+    """Return a time as text, for example ``1.5 ms``."""
     return f"{nanoseconds / 1e6:,.1f} ms"
 
 

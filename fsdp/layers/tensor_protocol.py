@@ -1,7 +1,7 @@
-"""A `TensorProtocol` takes tensors of a class apart into plain tensors, and puts them together again.
+"""A `TensorProtocol` flattens tensors of a class into plain tensors, and creates such tensors again.
 
-Most classes of several tensors have torch's protocol, ``__tensor_flatten__`` and ``__tensor_unflatten__``. The 4-bit
-weights of bitsandbytes (``Params4bit``) have none: they are one tensor, with the scales in an object beside it.
+Most tensor subclasses implement torch's protocol, ``__tensor_flatten__`` and ``__tensor_unflatten__``. The 4-bit
+weights of bitsandbytes (``Params4bit``) do not: their data is a single tensor, with the scales in a separate object.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 class TensorProtocol:
-    """Torch's protocol, for classes that have its two methods."""
+    """The protocol of classes with torch's two methods."""
 
     has_value_dtype = True  # `dtype` is the dtype of the values, and not of their storage
 
     def flatten(self, tensor: Any) -> tuple[dict[str, Any], Any]:
-        """Return the inner tensors by their names, and everything else that the tensor consists of."""
+        """Return the inner tensors by name, and the metadata of the tensor."""
         names, metadata = tensor.__tensor_flatten__()
         return {name: getattr(tensor, name) for name in names}, metadata
 
@@ -32,17 +32,17 @@ class TensorProtocol:
         return kind.__tensor_unflatten__(inner, metadata, *shape_and_stride)
 
     def joined(self, value: Any, state_dict: dict[str, Any], name: str) -> Any:
-        """Return a value joined with the entries of a state dict under its name, which are removed there."""
+        """Return a value joined with the entries under its name in a state dict; the entries are removed."""
         return value
 
     def detach_from(self, module: nn.Module) -> None:
-        """Let a module drop what it keeps of its parameter, which is sharded now."""
+        """Remove data of the parameter, which is sharded now, from its module."""
 
 
 class QuantStateProtocol(TensorProtocol):
-    """The protocol of ``Params4bit``: its data, and the tensors of its ``quant_state``, which may contain another one.
+    """The protocol of ``Params4bit``: the data, and the tensors of the ``quant_state``, which may be nested.
 
-    Inner tensors have paths for names, such as ``quant_state.absmax``.
+    The names of inner tensors are paths, such as ``quant_state.absmax``.
     """
 
     has_value_dtype = False
@@ -66,7 +66,7 @@ class QuantStateProtocol(TensorProtocol):
         for path in inner.keys() - {_DATA}:
             *owners, name = path.split(".")
             value = inner[path]
-            if value.is_meta and value.dim() == 0:  # a layer reads the number for its state dict
+            if value.is_meta and value.dim() == 0:  # the layer reads this number for its state dict
                 value = torch.zeros_like(value, device="cpu")
             setattr(reduce(getattr, owners, made), name, value)
         return made
@@ -83,16 +83,16 @@ class QuantStateProtocol(TensorProtocol):
     def detach_from(self, module: nn.Module) -> None:
         own = vars(module)
         if own.get(_STATE) is not None:
-            own[_STATE] = None  # the scales of the whole weight, which a forward takes from the weight itself
+            own[_STATE] = None  # the scales of the whole weight; a forward reads them from the weight
         if "support_avx512bf16_for_cpu" in own:
-            own["support_avx512bf16_for_cpu"] = False  # or a forward in evaluation converts the weight in place
+            own["support_avx512bf16_for_cpu"] = False  # otherwise a forward in evaluation converts the weight in place
 
 
 _DATA, _STATE = "data", "quant_state"
 
 
 def _take_apart(state: Any, path: str, inner: dict[str, Any]) -> dict[str, Any]:
-    """Return the class and the plain values of a quantisation state; add its tensors to `inner`, by their paths."""
+    """Return the class and the plain values of a quantisation state; add its tensors to `inner`, by path."""
     values: dict[str, Any] = {}
     for name, value in sorted(vars(state).items()):
         if isinstance(value, Tensor):
@@ -115,7 +115,7 @@ _TORCHS, _BITSANDBYTES = TensorProtocol(), QuantStateProtocol()
 
 
 def protocol_of(kind: type) -> TensorProtocol | None:
-    """Return how tensors of a class are taken apart and put together, or None if nothing says it."""
+    """Return the protocol of a class of tensors, or None if the class has none."""
     if hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__"):
         return _TORCHS
     is_4_bit = kind.__name__ == "Params4bit" and kind.__module__.partition(".")[0] == "bitsandbytes"

@@ -1,8 +1,8 @@
-"""`Trace` records what each rank did when: the forwards and backwards of units, and where ranks waited for whom.
+"""`Trace` records the times of all ranks' activity: the forwards and backwards of units, and waits in collectives.
 
-While it records, an observer notes the times of the events of all units (`engine.observers`). All times are of the
-host's clock: on a CPU the times of the work itself, on an accelerator the times at which it was queued
-(`torch.profiler` has the device's times, under the same names).
+An observer records the times of the events of all units (`engine.observers`). All times are host times: on a CPU, the
+times of the computation; on an accelerator, the times at which the computation was queued. `torch.profiler` records
+device times, under the same names.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _NOT_YET = "nothing is recorded yet: run a step inside of `with fsdp.trace(model
 
 
 class Trace:
-    """A recording of some steps of a sharded model on all ranks, made by `fsdp.trace`.
+    """A recording of some steps of a sharded model on all ranks, created by `fsdp.trace`.
 
-    ``str(trace)`` is the table of its `report`.
+    ``str(trace)`` is the table of the `report`.
 
     Attributes:
-        records: what each rank has noted, by ranks; the same on every rank, and empty until recording has ended.
+        records: the records of all ranks, in their order; the same on every rank, and empty until recording has ended.
     """
 
     def __init__(self, runtime: Runtime, path: str | os.PathLike[str] | None, steps: int | None) -> None:
         self.records: list[Record] = []
-        self._runtime: Runtime | None = runtime  # until it has ended: a trace keeps no model alive
+        self._runtime: Runtime | None = runtime  # until recording has ended: a trace must not keep a model alive
         self._path, self._steps = path, steps
-        self._counted: torch.optim.Optimizer | None = None  # the one whose steps are
+        self._counted: torch.optim.Optimizer | None = None  # the optimizer whose steps are counted
         self._report: Report | None = None
         self._recorder: _Recorder | None = None
         self._undo = ExitStack()
@@ -54,30 +54,30 @@ class Trace:
     def __enter__(self) -> Trace:
         if self._steps is None:
             self.begin()
-        return self  # else it has begun
+        return self  # with `steps`, recording has already begun
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is None:
             self.end()
         else:
-            self._stop()  # others may not come to this point
+            self._stop()  # without a collective, because other ranks may not have failed
 
     def begin(self) -> None:
         """Collective. Record from now on."""
         if self._runtime is None or self._recorder is not None:
             raise RuntimeError("this trace has been recorded: make another one by fsdp.trace()")
         with during("fsdp.trace()"):
-            from_everyone(self._runtime.root.everyone, None)  # so that all begin together
+            from_everyone(self._runtime.root.everyone, None)  # so that all ranks begin together
         self._recorder = _Recorder(self._runtime, self._end_step)
         self._undo.enter_context(attached(self._recorder, self._runtime.units))
         communicator.wait_observers += (self._recorder.wait,)
         self._undo.callback(_forget_waits, self._recorder.wait)
 
     def end(self) -> None:
-        """Collective. End recording, if it has not ended by itself, and let every rank know what all have noted.
+        """Collective. End recording, if it has not already ended, and exchange the records of all ranks.
 
         Raises:
-            RuntimeError, OSError: on every rank, if the first cannot write the file, or nothing was recorded for it.
+            RuntimeError, OSError: on every rank, if the first rank cannot write the file, or has no events to write.
         """
         runtime, recorder = self._runtime, self._recorder
         if runtime is None or recorder is None:
@@ -108,7 +108,7 @@ class Trace:
                 self.end()
 
     def report(self) -> Report:
-        """Return for each unit how long ranks waited for it, its bytes and padding, and how far ranks were apart.
+        """Return for each unit the waits of ranks, its bytes and padding, and the delay between ranks.
 
         Raises:
             RuntimeError: before recording has ended.
@@ -118,13 +118,13 @@ class Trace:
         return self._report
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace for Perfetto (ui.perfetto.dev) or ``chrome://tracing``. In one process.
+        """Write the trace for Perfetto (ui.perfetto.dev) or ``chrome://tracing``. Not collective.
 
         Args:
-            path: of the file, in the JSON of Chrome's Trace Event Format.
+            path: the path of the file, which has the JSON format of Chrome's trace events.
 
         Raises:
-            RuntimeError: before the block has ended.
+            RuntimeError: before recording has ended.
         """
         starts = [span.begin for record in self.records for span in record.spans]
         if not starts:
@@ -148,7 +148,7 @@ class Trace:
 
 
 def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps: int | None = None) -> Trace:
-    """Collective. Record what all ranks do in some steps, to see where the time goes and who waits for whom. ::
+    """Collective. Record the activity of all ranks during some steps, to analyze run times and waits between ranks. ::
 
         with fsdp.trace(model, "trace.json") as trace:
             for batch in itertools.islice(batches, 3):
@@ -156,23 +156,23 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
         if rank == 0:
             print(trace)
 
-    Or the next three steps of a training loop, from this call on, without a block::
+    For example, the next three steps of a training loop can be recorded without a block::
 
         trace = fsdp.trace(model, "trace.json", steps=3)
 
-    Times are those of the hosts' clocks: compare ranks of several machines if their clocks are synchronized (NTP, PTP).
+    Times are host times. To compare ranks on multiple machines, synchronize the clocks of the machines (NTP, PTP).
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        path: where the first rank writes the trace for Perfetto (ui.perfetto.dev) when recording has ended, which is
-            collective, too.
-        steps: record from this call on, and end by itself after so many steps of the optimizer (of several for this
-            model, of the one that steps first), or when the block ends, or by ``trace.end()``. None: the block.
+        path: optional, the path where the first rank writes the trace for Perfetto (ui.perfetto.dev) when recording
+            ends, which is also collective.
+        steps: optional, start recording in this call, and end after this number of steps of the optimizer that steps
+            first, at the end of the block, or in ``trace.end()``. By default, the block is recorded.
 
     Raises:
-        RuntimeError: if another module around this one is sharded and runs it.
+        RuntimeError: if an enclosing sharded module runs this module.
         TypeError: if `model` is not sharded.
-        ValueError: for less than one step.
+        ValueError: if `steps` is less than 1.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -183,7 +183,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
     return made
 
 
-# The bytes of all units are counted again after this many events for each unit of the model.
+# The bytes of all units are counted again after this number of events for each unit of the model.
 _EVENTS_PER_UNIT = 0.25
 
 
@@ -201,16 +201,16 @@ def _bytes_of(unit: Unit) -> int:
 
 
 class _Recorder:
-    """The observer that notes what this rank does; `stepped` is called after each optimizer step."""
+    """The observer that records this rank's activity; `stepped` is called after each optimizer step."""
 
     def __init__(self, runtime: Runtime, stepped: Callable[[torch.optim.Optimizer], None]) -> None:
         self.spans: list[Span] = []
         self.memory: list[tuple[int, int]] = []
         self._runtime, self._stepped = runtime, stepped
-        self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
-        self._bytes: dict[Unit, int] = {}  # as last counted
-        self._total = 0  # their sum
-        self._events = 0  # since all units were counted
+        self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and unit or optimizer: name and begin
+        self._bytes: dict[Unit, int] = {}  # at the last count
+        self._total = 0  # the sum of these bytes
+        self._events = 0  # since the last count of all units
         self._note_memory()
 
     def _begin(self, kind: str, of: object, name: str) -> None:
@@ -225,7 +225,7 @@ class _Recorder:
         begun = time.time_ns()
 
         def end() -> None:
-            if not is_aside(threading.get_ident()):  # as those of a save in the background are
+            if not is_aside(threading.get_ident()):  # without waits of a background save
                 self.spans.append(Span(WAIT, what, begun, time.time_ns()))
 
         return end
@@ -240,7 +240,7 @@ class _Recorder:
         root = self._runtime.root
         self._begin(BACKWARD, root, root.name)
         if (BACKWARD, unit) not in self._open:
-            self._end_backwards(but=root)  # of the unit before, which still waits for gradients of its weights
+            self._end_backwards(but=root)  # of the previous unit, which still waits for gradients of its weights
             self._begin(BACKWARD, unit, unit.name)
 
     def gradients_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
@@ -262,7 +262,7 @@ class _Recorder:
     reshard = unshard
 
     def _note_memory(self, of: Unit | None = None) -> None:
-        """Note the bytes of all units: the given unit is counted, and from time to time, or without a unit, all are."""
+        """Record the bytes of all units. Only the given unit is counted; without a unit, or periodically, all units."""
         units = self._runtime.units
         self._events += 1
         if of is None or self._events >= _EVENTS_PER_UNIT * len(units):
@@ -278,7 +278,7 @@ class _Recorder:
 
     def step_end(self, optimizer: torch.optim.Optimizer) -> None:
         self._end(STEP, optimizer)
-        if not any(kind == STEP for kind, _ in self._open):  # one steps by means of others
+        if not any(kind == STEP for kind, _ in self._open):  # not for steps inside a step of another optimizer
             self._stepped(optimizer)
 
 
