@@ -142,7 +142,7 @@ def _waits(tensor: Tensor) -> bool:
 
 
 class Uninitialized:
-    """A parameter or buffer without values during its initialization, with all of its places.
+    """A parameter or buffer without values, during initialization, with all places where modules list it.
 
     If `tensor` is given, the places list this tensor, which is on the meta device or uninitialized. Otherwise the
     object represents a unit's parameter, number `slot` of a handle, which the places list in marked memory.

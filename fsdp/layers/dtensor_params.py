@@ -1,4 +1,4 @@
-"""Parameters as `DTensor`s that are sharded by rows, which modules list and optimizers update under `fully_shard`.
+"""Parameters as `DTensor`s, sharded by rows, which modules list and optimizers update under `fully_shard`.
 
 A parameter that is already a `DTensor` (tensor parallelism) becomes a `DTensor` on the joint mesh. Its local part, a
 plain tensor, is sharded like other parameters, over the first dimensions of this mesh.

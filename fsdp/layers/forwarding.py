@@ -42,6 +42,6 @@ class Forwarding(dict[str, Any]):
 
 
 def forward_entries(wrapper: nn.Module, unit: Unit) -> None:
-    """Replace a wrapper's dictionaries, so that it reads and sets the parameters and buffers of its unit's module."""
+    """Replace a wrapper's dictionaries, to read and set the parameters and buffers of the unit's module."""
     for kind in ("_parameters", "_buffers"):
         wrapper.__dict__[kind] = Forwarding(unit, kind)

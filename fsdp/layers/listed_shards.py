@@ -26,7 +26,7 @@ def named_shards(model: nn.Module) -> dict[str, Any]:
 
 
 def shards_among(params: Iterable[Any]) -> list[Any]:
-    """Return the parameters that are shards, of which other ranks may have different ones."""
+    """Return the parameters that are shards; other ranks may have different shards of them."""
     return [p for p in params if is_ours(p) and p.owner._is_managed]
 
 

@@ -60,7 +60,7 @@ def collect(
 
     Raises:
         TypeError: if a parameter is an integer tensor or has another type that cannot be flattened.
-        ValueError: if a parameter belongs to a unit that does not contain this place, or only shares memory with
+        ValueError: if a parameter belongs to a unit that does not contain this place; if it only shares memory with
             another parameter, because the tie would be lost; if a parameter has hooks, or is a DTensor without a local
             part on this rank.
     """

@@ -17,7 +17,7 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def merge_written(handle: FlatParamHandle) -> None:
-    """Collective. Store the values that a forward has written to the parameters of a handle in the shards.
+    """Collective. Store in the shards the values that a forward has written to a handle's parameters.
 
     All ranks raise RuntimeError if ranks wrote different values to an element.
     """

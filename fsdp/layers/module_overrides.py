@@ -1,7 +1,7 @@
 """Overrides of module methods inside a unit, for casts, moves, freezing, calls and state dicts.
 
-`.to()`, `.half()` and `.cuda()` all call `nn.Module._apply`, which changes the parameters that a module lists. A
-unit's parameters are packed into vectors that can only be changed as a whole, so ``_apply`` of its modules is
+`.to()`, `.half()` and `.cuda()` all call `nn.Module._apply`, which changes the listed parameters of a module. A
+unit's parameters are packed into vectors that can only be changed as a whole, so ``_apply`` of the unit's modules is
 overridden. ``requires_grad_`` is overridden too, because the original method would have no effect on a part of a flat
 parameter.
 """
@@ -234,7 +234,7 @@ class Conversions:
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # shards do not change, else `_check` has raised an error
-        # A `ModuleGroup` is not in the module tree, so it is converted together with the unit around it.
+        # A `ModuleGroup` is not in the module tree, and is converted together with the enclosing unit.
         inside = [each for _, each in units_in(unit) if isinstance(each.module, ModuleGroup)]
         units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
         tie_assigned(each for _, each in units_in(unit))
@@ -403,10 +403,10 @@ def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Register another method of a wrapped module to unshard and reshard the unit, like a call of the module.
 
-    Use it for methods that compute outside `forward`, such as ``model.encode(x)`` or ``model.decode(z)``. It is not
-    required for a ``generate()`` that only calls the module. Inside the module's own forward the method is not changed.
-    Name and semantics are the same as in torch's function for `fully_shard`. Not collective, but call it on every
-    rank; the registered method is collective, like forward.
+    Use it for methods that compute outside `forward`, for example ``model.encode(x)`` or ``model.decode(z)``. A
+    ``generate()`` that only calls the module does not require it. Inside the module's own forward the method is not
+    changed. Name and semantics are the same as in torch's function for `fully_shard`. Not collective, but call it on
+    every rank; the registered method is collective, like forward.
 
     Args:
         module: a `FullyShardedDataParallel`, the module that it wraps, or a module under `fully_shard`. Other modules

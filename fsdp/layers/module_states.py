@@ -59,14 +59,14 @@ def take_states_of_first(
 
 
 class _Listed(NamedTuple):
-    """A parameter or buffer, with its name and the places where modules list it."""
+    """A parameter or buffer, with a name and the places where modules list it."""
 
     name: str
     tensor: Any
     places: list[Place]
 
     def with_memory(self, device: torch.device) -> Any:
-        """Return the tensor; if it is on the meta device, replace it by a tensor on this device."""
+        """Return the tensor; a meta tensor is replaced by a tensor on this device."""
         if not self.tensor.is_meta:
             return self.tensor
         made = Uninitialized(self.places, self.tensor)

@@ -1,4 +1,4 @@
-"""`detect_nonfinite` reports the first gradient that is not finite, on the rank that computed it.
+"""`detect_nonfinite` reports the first nonfinite gradient, on the rank that computed it.
 
 The check runs before the reduction, which would spread a NaN of a single rank to all ranks.
 """
@@ -19,11 +19,11 @@ from fsdp.engine.unit import units_of
 
 @contextmanager
 def detect_nonfinite(model: nn.Module) -> Iterator[None]:
-    """Make backward raise an error at the first gradient that is infinite or NaN, on the rank that computed it.
+    """Make backward raise an error at the first infinite or NaN gradient, on the rank that computed it.
 
     The other ranks raise a `CollectiveError` with this reason. All ranks can call `recover` and skip the batch. Use
     the context only to find the cause of a nonfinite loss, because each gradient is read again, with a device
-    synchronization. Do not use it with a gradient scaler, which needs nonfinite gradients to find its scale.
+    synchronization. Gradient scalers are not supported, because they need nonfinite gradients to find their scale.
 
     Args:
         model: a sharded model.

@@ -1,8 +1,8 @@
 """Storages that offload shards and their gradients from the compute device to host memory or to files on disk.
 
 torch requires a parameter and its gradient on the same device. If the user stores them on different devices, the
-gradient is kept outside `.grad` (`FlatParameter.hold_gradient`) and moved to the parameter for clipping, unscaling, or
-the optimizer.
+gradient is not in `.grad` (`FlatParameter.hold_gradient`), but moved to the parameter for clipping, unscaling, or the
+optimizer.
 """
 
 from __future__ import annotations

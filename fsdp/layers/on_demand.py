@@ -1,4 +1,4 @@
-"""The layers that methods of the front doors use, each of which is imported when one of its names is first used.
+"""The layers used by methods of the front doors. Each layer is imported at the first use of one of its names.
 
 So `import fsdp` only loads the engine and the front doors; for example, a program that saves no checkpoint never loads
 the corresponding code. A front door uses layers only through the names of this module, such as ``layers.save_full``.

@@ -1,8 +1,8 @@
-"""Hooks before and after the steps of all optimizers, which raise errors for mistakes that would be silent.
+"""Hooks before and after the steps of all optimizers. They raise errors for mistakes that would be silent.
 
-An optimizer is fully examined (`optimizer_mistakes`) before its first step, and after its parameters, its state or the
-models have changed. In other steps, the hooks only check properties that change between steps: gradients, versions of
-shards, and options of groups.
+An optimizer is fully examined (`optimizer_mistakes`) before the first step, and after changes of the parameters, the
+optimizer state or the models. In other steps, the hooks only check properties that change between steps: gradients,
+versions of shards, and options of groups.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer, ours: list[tuple[Any, Any
 
 
 def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]) -> tuple[_Examined, list[Part]]:
-    """Raise an error for an optimizer that cannot step its parameters; at the first time, warn of likely mistakes."""
+    """Raise an error for an optimizer that cannot step its parameters; on the first call, warn of likely mistakes."""
     refuse_shards_of_others(optimizer, unchecked.pop(optimizer, None))
     ours = shards_among(params)
     refuse(optimizer, params, ours)
@@ -205,7 +205,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if known is None or not known.ours:
         return
     known.has_stepped = True
-    # Fused optimizers do not increment versions, which are required to detect that unsharded parameters are stale.
+    # Fused optimizers do not increment versions, which are required to detect stale unsharded parameters.
     increment_version([owner for param, owner in known.ours if param.grad is not None])
     for param in known.on_disk:
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)

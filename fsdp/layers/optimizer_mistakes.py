@@ -57,7 +57,7 @@ def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
 
 
 def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Raise RuntimeError for an optimizer whose step uses an operation that `DTensor` lacks (seen in torch 2.13)."""
+    """Raise RuntimeError for an optimizer with an operation that `DTensor` does not support (seen in torch 2.13)."""
     rows = [param for param in ours if is_dtensor(param)]
     if not rows:
         return

@@ -48,43 +48,43 @@ class Options:
         disable_reshard_on_root: If True (the default), the outermost wrapper keeps its own parameters between forward
             and backward, because backward needs them first.
         flatten_parameters: If False, every parameter becomes a separate flat parameter under its own name.
-        bucket_cap_mb: maximum size in MiB of a bucket, in which gradients of units below 1 MiB are reduced by a single
-            collective. Consecutive units of up to 1 MiB in total are also all-gathered by a single collective. With 0
-            or less, each unit is gathered and reduced separately.
+        bucket_cap_mb: maximum size in MiB of a bucket. Gradients of up to 1 MiB are collected in a bucket, which is
+            reduced by a single collective. Consecutive units of up to 1 MiB in total are also all-gathered by a single
+            collective. With 0 or less, each unit is gathered and reduced separately.
         mixed_precision: a `MixedPrecision` defines the dtypes of computation and communication. True has FairScale's
-            meaning: computation in `compute_dtype`, float32 shards, buffers in `buffer_dtype`, and cast floating-point
-            inputs of the outermost such wrapper. False computes in the dtype of the parameters, whichever it is.
+            meaning: computation in `compute_dtype`, float32 shards, buffers in `buffer_dtype`, and casts of
+            floating-point inputs in the outermost such wrapper. False (the default) uses the dtype of the parameters.
         fp32_reduce_scatter: with ``mixed_precision=True``, sum gradients across ranks in float32.
         move_params_to_cpu: keep shards in host memory, where the optimizer updates them.
         compute_dtype: with ``mixed_precision=True``, the dtype of computation; None means float16. Without
             ``mixed_precision``, the required dtype of the parameters.
         buffer_dtype: dtype of floating-point buffers. With None, buffers use `compute_dtype` if it or
-            ``mixed_precision=True`` is given, and are unchanged otherwise. State dicts contain their original dtype.
+            ``mixed_precision=True`` is given, and are not cast otherwise. State dicts contain the original dtype.
         move_grads_to_cpu: keep reduced gradients in host memory; None means the value of `move_params_to_cpu`.
-        compute_device: device of computation; None means the device of the parameters. The default is the current CUDA
-            device, if any, for offloaded parameters on the host, or meta parameters with a group that serves CUDA.
+        compute_device: device of computation; None means the device of the parameters. For offloaded parameters on the
+            host, or meta parameters with a group that serves CUDA, None means the current CUDA device, if any.
         state_dict_device: device of the tensors in `state_dict`, moved unit by unit; None means `compute_device`.
         clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module.
         force_input_to_fp32: in a wrapper of full precision, cast 16-bit inputs to float32.
         cpu_offload: old name of `move_params_to_cpu`.
         gradient_predivide_factor: divisor of gradients before they are summed; the sum is divided by the number of
-            ranks (replicas included) over this factor. The default for n ranks is the smallest power of two whose
-            square is at least n, or which does not divide n.
+            ranks (replicas included) over this factor. The default for n ranks is the smallest power of two with a
+            square of at least n, or that does not divide n.
         verbose: print more in ``repr``.
         allow_reset_parameters: If True, `reset_parameters` calls the module's method instead of raising an error.
         offload: "cpu" sets both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
             optimizer state in mapped files, for models that are larger than memory.
         offload_folder: with "disk", the folder for the files, on a fast local disk.
         keep_offload_files: with "disk", keep the files after the process has ended, even after a crash.
-        use_orig_params: If True, optimizers see this rank's shard of each original parameter under its own name (1-D,
-            empty if the rank holds no element), instead of flat parameters. A little slower.
+        use_orig_params: If True, optimizers see this rank's shard of each original parameter under the original name,
+            instead of flat parameters. Shards are 1-D, and empty if the rank holds no element. A little slower.
         sync_module_states: collective; copy parameters and buffers from rank 0 of the group (with replicas, of the
             first replica). Tensors of inner wrappers and ignored tensors are not copied. Other ranks may create theirs
             on the meta device. Tensors without values on all ranks stay without values.
         state_dict_on_rank_0_only: If True, `state_dict` returns an empty dict on all ranks except the first.
         no_broadcast_optim_state: If True, exclude this wrapper's optimizer state from the gathered state
-            (`gather_full_optim_state_dict`). It is also excluded for a wrapper of a single rank inside a sharded
-            wrapper; the receiving rank then contributes its own state.
+            (`gather_full_optim_state_dict`). The state of a wrapper with a single rank inside a sharded wrapper is
+            always excluded; the gathered state then contains the receiving rank's own state.
 
     Attributes:
         precision: the dtypes in which the unit computes and communicates.

@@ -201,7 +201,7 @@ class Packing:
             _copy(place.of(packed), tensor)
 
     def joined(self, value: Tensor, state_dict: dict[str, Any], name: str) -> Tensor:
-        """Return a value joined with the entries that its class saves under its name; the entries are removed.
+        """Return a value joined with the entries that the class saves under the parameter's name, and remove these.
 
         Raises:
             ValueError: if the class cannot load these entries.

@@ -1,8 +1,8 @@
 """`QuantizedReduceScatter` is a communicator that sends gradients as quantised blocks, with error feedback.
 
 Each rank sends a piece of its gradient directly to each other rank. The receiver dequantises the pieces for its shard
-and adds them in float32, in the order of ranks. Its own piece is not sent, so it is not quantised. No sum is quantised,
-unlike in a ring.
+and adds them in float32, in the order of ranks. The receiver's own piece is not quantised, and neither are sums, unlike
+in a ring.
 
 With error feedback (Seide et al., "1-bit stochastic gradient descent", 2014), a rank adds the rounding errors of the
 sent pieces to its next gradient.

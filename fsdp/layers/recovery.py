@@ -1,9 +1,9 @@
 """Recovery: after an exception on any rank, all ranks return to the weights of the last step and continue training.
 
-The rank that has caught an exception informs the other ranks, which wait for it in a collective. They abandon their
+The failed rank, which has caught an exception, notifies the other ranks, which wait in a collective. They abandon their
 waits, raise an error, and call `recover` as well. gloo closes connections when a wait is abandoned, so process groups
 are reconnected. The work of the interrupted step is discarded. If other ranks have completed the step that failed on
-this rank, this rank also takes the step, because it cannot be undone.
+this rank, this rank also takes the step, because steps cannot be undone.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def recover(model: nn.Module) -> bool:
         with the other ranks.
 
     Raises:
-        RuntimeError: on every rank, if a rank cannot complete the last step because it has begun to write or has lost
-            its gradients. All ranks are idle then, and can load a checkpoint. Also if a rank has exited, if groups do
-            not use gloo, or inside a forward, a backward, or `fsdp.join`.
+        RuntimeError: on every rank, if a rank cannot complete the last step because of partial writes or missing
+            gradients. All ranks are idle then, and can load a checkpoint. Also if a rank has exited, if groups do not
+            use gloo, or inside a forward, a backward, or `fsdp.join`.
         ValueError: if `model` is not sharded.
         TypeError: if `model` is not a module.
     """

@@ -1,9 +1,9 @@
 """Units that stay unsharded between forwards without gradients, for generation: `resident`.
 
-A generated token is a forward, and most of its time passes in all-gathers of parameters that do not change. The units
-to keep are chosen as in the relaxed knapsack problem (Dantzig, "Discrete-variable extremum problems", 1957): by saved
-bytes for each byte of memory. A resident unit saves its own size in each of its runs, so this ratio is the number of
-its runs.
+Each generated token requires a forward, which spends most of the time in all-gathers of unchanged parameters. The
+units to keep are chosen as in the relaxed knapsack problem (Dantzig, "Discrete-variable extremum problems", 1957): by
+saved bytes for each byte of memory. A resident unit saves an all-gather of its size in each run, so this ratio is the
+number of runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`shard_module` makes a module a unit. `FullyShardedDataParallel` and `fully_shard` both use it.
 
-The function finds the parameters that belong to no inner unit, with all their uses. It determines ranks and device,
-and groups similar parameters. Each group becomes this rank's shard of a flat parameter. The original parameters are
-removed from their modules, and their memory is freed. The unit creates a handle for each flat parameter, and methods
-of the modules are overridden. The two interfaces differ in the parameters that optimizers see and that modules list;
-a `ParamForm` defines them.
+The function finds the parameters that belong to no inner unit, with all their uses. Ranks and device are determined,
+and similar parameters are grouped. Each group becomes this rank's shard of a flat parameter. The original parameters
+are removed from their modules, and their memory is freed. The unit creates a handle for each flat parameter, and
+methods of the modules are overridden. The two interfaces differ in the parameters for optimizers and in modules; a
+`ParamForm` defines them.
 """
 
 from __future__ import annotations

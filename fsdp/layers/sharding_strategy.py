@@ -80,7 +80,7 @@ def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Grou
 
 
 class LoneGroup:
-    """A group of this rank only. No process group is created, because this would require a collective."""
+    """A group of this rank only, without a process group, whose creation would require all ranks."""
 
     def rank(self) -> int:
         return 0

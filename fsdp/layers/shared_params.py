@@ -4,7 +4,7 @@ A tied parameter must belong to a unit that contains all of its uses. If modules
 separately, with ``flatten_parameters=False``, the first wrapper owns the parameter and the other wrappers *want* it.
 When the parameter is appended to such a wrapper, the wrapper's places are added to the handle, so there is a single
 shard, leaf and gradient. Before the first use, the handle moves to the lowest unit around all these units, which
-keeps it unsharded during its whole forward and backward.
+keeps the parameter unsharded during its whole forward and backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
 
 
 def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
-    """Return the places of parameters that units in a module tree want, which an enclosing unit must not own."""
+    """Return the places of parameters that units in a module tree want; an enclosing unit must not own them."""
     units = units_of(module.modules())
     return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
 
@@ -174,7 +174,7 @@ def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Pa
 
 
 class _Listed(NamedTuple):
-    """A parameter that a module lists under `fully_shard`, with the unit that took it."""
+    """A parameter in a module under `fully_shard`, with the unit that owns it."""
 
     param: nn.Parameter
     unit: Unit

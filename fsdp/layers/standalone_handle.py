@@ -66,8 +66,8 @@ class StandaloneHandle(FlatParamHandle):
     Raises:
         RuntimeError: without a process group; if the parameters or their values differ between ranks.
         TypeError: for `DTensor`s, integers, and parameters without values.
-        ValueError: for an empty list, for parameters with different dtypes, devices or `requires_grad`, that do not
-            belong to the module, or that are already sharded; for a pair of groups.
+        ValueError: for an empty list; for parameters with different dtypes, devices or `requires_grad`, of another
+            module, or already sharded; for a pair of groups.
     """
 
     def __init__(

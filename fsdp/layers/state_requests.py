@@ -20,7 +20,7 @@ from fsdp.engine.unit import TrainingState, Unit, units_in
 
 
 class Progress:
-    """Reports errors of an operation to the other ranks before each of its collectives, and at its end.
+    """Reports errors of an operation to the other ranks, before each collective of the operation and at the end.
 
     The iteration over modules calls hooks and methods of the user, which may fail on a single rank.
     """
@@ -60,7 +60,7 @@ class Progress:
 
 
 class FirstRank(Progress):
-    """Progress of loading a state dict that only the first rank has. It sends its changes to the other ranks."""
+    """Progress of loading a state dict that only the first rank has, which sends changes to the other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks, "load its state dict")

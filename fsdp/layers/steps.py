@@ -163,7 +163,7 @@ class Steps:
             self._compare_replicas()
 
     def begin(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
-        """Record that an optimizer is about to step shards, which have all their gradients.
+        """Record the begin of an optimizer step on shards with all gradients.
 
         Also record writes to shards since the last steps, and to the gradients of these shards since the last backward.
         All shards are checked in the first step after each backward.
@@ -281,8 +281,8 @@ def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:
 def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> str:
     """Return a text that must be the same on all ranks when an optimizer has stepped these handles' shards.
 
-    It excludes options that the user has added to groups, and the number of local shards of original parameters, which
-    may be empty and not listed on other ranks.
+    The text excludes options that the user has added to groups, and the number of local shards of original parameters:
+    empty local shards may be missing on other ranks.
     """
     kind, lines, order = type(optimizer).__name__, [], array("q")
     listed = ((handle.tags.number << _SLOT_BITS, handle.listed_params) for handle in handles)

@@ -327,7 +327,7 @@ class Replaced(NamedTuple):
 
 # Each with the error of a plain training loop without the replacement.
 REPLACED = (
-    # Each rank would scale its gradients by the norm of its own shards.
+    # Each rank would scale gradients by the norm of its own shards.
     Replaced("torch.nn.utils.clip_grad_norm_", nn.utils.clip_grad_norm_, _clip_grad_norm),
     # Each rank would get the norm of its own shards. torch's name of the function is private.
     Replaced("torch.nn.utils.get_total_norm", clip_grad._get_total_norm, _get_total_norm),

@@ -166,8 +166,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
         model: the outermost wrapper, or module under `fully_shard`.
         path: optional, the path where the first rank writes the trace for Perfetto (ui.perfetto.dev) when recording
             ends, which is also collective.
-        steps: optional, start recording in this call, and end after this number of steps of the optimizer that steps
-            first, at the end of the block, or in ``trace.end()``. By default, the block is recorded.
+        steps: optional, the number of steps to record from this call on. Steps of the optimizer that steps first are
+            counted. Recording also ends with the block, or in ``trace.end()``. By default, the block is recorded.
 
     Raises:
         RuntimeError: if an enclosing sharded module runs this module.

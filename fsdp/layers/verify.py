@@ -1,8 +1,8 @@
 """Comparisons of units across ranks before the first use; otherwise shards of different models could be combined.
 
-At the first use of a tree, all ranks must have the same units with the same options (`agree`), and must have wrapped
-the same values (`agree_on_values`, using `layers.fingerprints`). On each rank, all trained parameters must be sharded,
-by a single library (`refuse_strangers`, `refuse_ddp`).
+At the first use of a tree, all ranks must have the same units with the same options (`agree`), and the same values at
+wrapping (`agree_on_values`, using `layers.fingerprints`). On each rank, all trained parameters must be sharded, by a
+single library (`refuse_strangers`, `refuse_ddp`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def require_sharded(model: Any, what: str) -> Unit:
 def agree(root: Unit, *, to_run: bool = False) -> None:
     """Collective. Check that all ranks have the same units with the same parameters, and assign equal numbers to them.
 
-    Handles get tags that are unique on their communicators, so that messages of different units never mix.
+    The tags of a handle are unique on its communicators, so messages of different units are never confused.
 
     Args:
         root: the outermost unit.
@@ -161,7 +161,7 @@ def describe_handle(handle: FlatParamHandle, unit: Unit | None = None) -> str:
 
 
 def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
-    """Collective. Check that the ranks that shard a `DTensor`'s local part have the same local part.
+    """Collective. Check that all ranks of a handle shard the same local part of a `DTensor`.
 
     Other ranks may have different parts: with expert parallelism, a unit's ranks are a subset of the root's.
     """

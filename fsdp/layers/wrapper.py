@@ -1,4 +1,4 @@
-"""`Wrapper`: a module that forwards assignments and registrations to the module that it wraps."""
+"""`Wrapper`: a module that forwards assignments and registrations to the wrapped module."""
 
 from __future__ import annotations
 

@@ -410,14 +410,14 @@ def _try(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
-    """Cast buffers to the dtype in which they are saved, and allocate memory for tensors without values, inside."""
+    """Inside the context, cast buffers to the saved dtype, and allocate memory for tensors without values."""
     with memory_to_load_into(units), buffers_in_own_precision(units):
         yield
 
 
 @contextmanager
 def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
-    """Cast buffers from the compute dtype to the dtype in which they are saved, unless an `Exposure` has cast them."""
+    """Inside the context, cast buffers from the compute dtype to the saved dtype, unless an `Exposure` has done so."""
     cast = [unit for unit in units if unit.state is not TrainingState.SUMMON_FULL_PARAMS]
     try:
         for unit in cast:

@@ -288,6 +288,6 @@ def _fits(value: Tensor, own: Tensor) -> bool:
 
 
 def _handles(units: Iterable[Unit]) -> list[FlatParamHandle]:
-    """Return all handles whose parameters a tree's modules list, regardless of the unit that runs them."""
+    """Return all handles with parameters in a tree's modules, regardless of the unit that runs them."""
     listed = [(*unit.owned_handles, *unit.borrowed_handles, *unit.handles) for unit in units]
     return list(dict.fromkeys(handle for handles in listed for handle in handles))

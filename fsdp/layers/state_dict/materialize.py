@@ -3,8 +3,8 @@
 A unit's modules list its parameters as ordinary tensors in new memory, without a gather. Each module initializes its
 direct parameters and buffers; then each rank copies its shard, and the memory is freed before the next unit.
 
-Children are initialized before their parents, as in constructors, so a module can change the values of its children
-(torch's attention zeroes the bias of its projection). A tied parameter is initialized once, by the first of its
+Children are initialized before their parents, as in constructors, so a module can change the values of children. For
+example, torch's attention zeroes the bias of the projection. A tied parameter is initialized once, by the first of its
 modules. Existing values are protected: modules list temporary copies in their places.
 """
 
@@ -47,10 +47,10 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
     without units; tensors outside units are created on the device of the units, or on the default device. Existing
     values of parameters and buffers, for example loaded from a file, are kept.
 
-    Each module that has parameters or buffers without values *directly* in it is initialized once, children before
-    parents, by `param_init_fn`, or by default by the module's method ``reset_parameters()`` (or
-    ``_reset_parameters()``, as in `nn.MultiheadAttention`). The function may write in place, or assign new parameters
-    of the same shape.
+    Each module with parameters or buffers without values *directly* in it is initialized once, children before parents.
+    The default initialization is the module's method ``reset_parameters()`` (or ``_reset_parameters()``, as in
+    `nn.MultiheadAttention`). The method or `param_init_fn` may write in place, or assign new parameters of the same
+    shape.
 
     Args:
         model: the outermost module; it may be unwrapped.

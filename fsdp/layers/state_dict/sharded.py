@@ -1,8 +1,8 @@
 """Sharded state dicts: the state of a model with this rank's parts in place of the parameters.
 
-A `TensorPart` is a tensor of which this rank holds a range. `torch.distributed.checkpoint` requests its write items
-(``torch.distributed._checkpointable``), which are the boxes that make up the range. So saving requires no gather, the
-state can be loaded on a different number of ranks, and a loader does not depend on flat parameters.
+A `TensorPart` is a tensor of which this rank holds a range. For `torch.distributed.checkpoint`, the part returns write
+items (``torch.distributed._checkpointable``) for the boxes in the range. So saving requires no gather, the state can be
+loaded on a different number of ranks, and a loader does not depend on flat parameters.
 
 The parts are registered in the modules while the state is created or loaded, like unsharded parameters
 (`state_dict.summon`). So names, order and hooks are the same as in `nn.Module`. Parameters are not copied.
@@ -115,7 +115,7 @@ class Held:
     """The elements of a `TensorPart`, shared by all of its aliases."""
 
     flat: Tensor  # [stop - start]
-    # The id of the tensor that owns the memory, which must not change before a load is complete; 0 if not shared.
+    # The id of the tensor with this memory, which must not change before a load is complete; 0 if not shared.
     lent_by: int = 0
     is_blank: bool = False  # without values, and no load was started
     unfit: str = ""  # the reason if the elements must not be saved

@@ -85,8 +85,8 @@ class Exposure:
     def close(self, keep: Callable[[FlatParamHandle, int], None] | None = None) -> None:
         """Restore the shards in the modules, and `keep` this rank's shards of the current values.
 
-        If a parameter was removed, replaced under only some of its names, or has another shape, a RuntimeError
-        includes its name; all other values are stored, and the unit remains usable.
+        Raises a RuntimeError with the names of parameters that were removed, replaced under only some of their names,
+        or have another shape. All other values are stored, and the unit remains usable.
         """
         problems: list[str] = []
         try:
@@ -121,8 +121,8 @@ def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Pa
 class _Look(NamedTuple):
     """A record of a parameter, used to detect later whether it was written.
 
-    A parameter that is sharded as bytes consists of inner tensors, which users write in place or replace. A write to an
-    inner tensor does not increment the parameter's version.
+    Users may write or replace inner tensors of a parameter that is sharded as bytes. A write to an inner tensor does
+    not increment the parameter's version.
     """
 
     packing: Any  # of a parameter that is sharded as bytes, or None
@@ -157,7 +157,7 @@ def _bits_of(value: Tensor, packing: Any) -> int:
 
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
-    """Return the handles whose parameters a unit's modules list, except handles that are already exposed."""
+    """Return the handles with parameters in a unit's modules, except handles that are already exposed."""
     return [handle for handle in unit.visible_handles if not handle.presentation.is_exposed]
 
 
