@@ -26,7 +26,7 @@ from fsdp.distributed.dtensor import MeshPart, check_placements, is_annotated, i
 
 @dataclass(frozen=True)
 class AnnotatedPart(MeshPart):
-    """The mesh, placements and shape that an annotation defines for a plain tensor.
+    """The mesh, placements and shape of a plain tensor with an annotation.
 
     Args:
         grad_placements: the placement of the gradient, for each dimension of the mesh.

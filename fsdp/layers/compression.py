@@ -113,12 +113,12 @@ def compress(
             their sum; None for exact sums. All replicas receive the same bits.
 
     Returns:
-        An object that saves the error feedback. Its text shows the bytes of the collectives of all units.
+        An object to save the error feedback. Its text shows the bytes of the collectives of all units.
 
     Raises:
         TypeError: if `model` is not sharded, or for an argument of another class.
         ValueError: for `replicas` without replicas, and for `reduce` or `gather` without sharding.
-        NotImplementedError: for features that cannot be combined with it, by name: optimizer state that is sharded over
+        NotImplementedError: for features that cannot be combined with it, by name: optimizer state sharded over
             replicas, float64 and complex parameters, tensor parallelism, communication hooks, custom reduce-scatters,
             parameters with a custom all-gather, `fsdp.SameBits`; after the first use of `fsdp.join` or `fsdp.cond`.
         RuntimeError: if arguments differ between ranks; inside a forward or backward; for an inner unit.
@@ -205,7 +205,7 @@ class Compression:
 
         The errors of all ranks are summed without quantisation, by a reduce-scatter: a tensor like the parameter, under
         the key "quantized_reduce_feedback". All functions that save and reshard optimizer state include it, for any
-        number of ranks. This training continues with the same sums, so a training that is resumed on the same number of
+        number of ranks. This training continues with the same sums, so a training resumed on the same number of
         ranks has the same bits.
 
         Args:
@@ -341,7 +341,7 @@ class _Sent:
 def _by(
     comm_of: Callable[[FlatParamHandle], Communicator], handles: Iterable[FlatParamHandle]
 ) -> list[tuple[Communicator, list[FlatParamHandle]]]:
-    """Return the handles, grouped by the communicator that `comm_of` returns."""
+    """Return the handles, grouped by the result of `comm_of`."""
     found: dict[Communicator, list[FlatParamHandle]] = {}
     for handle in handles:
         found.setdefault(comm_of(handle), []).append(handle)

@@ -1,7 +1,7 @@
 """Copies of a sharded model: the preparation of a copy, and the assignment of process groups afterwards.
 
 A unit is an attribute of its module, and wrapper, unit, handles and hooks are plain objects that refer to each other.
-`copy.deepcopy` and pickle therefore copy all of them and keep the references. The runtime and objects that are created
+`copy.deepcopy` and pickle therefore copy all of them and keep the references. The runtime and objects created
 from shards are not copied (`Unit.wake` creates them again). Process groups belong to the process: deep copies share
 them, and an unpickled model contains `MISSING` until groups are assigned.
 """
@@ -19,12 +19,12 @@ from fsdp.layers.verify import agreed
 
 MISSING = "MISSING"  # replaces a process group, as in FairScale
 END = "_end_of_state"  # the last attribute of a pickled wrapper
-# The attributes of a wrapper that are process groups.
+# The attributes of a wrapper with process groups.
 GROUPS = ("process_group", "process_group_reduce_scatter", "replicate_group")
 
 
 def is_missing(group: Any) -> bool:
-    """Return whether `group` replaces a process group that was pickled."""
+    """Return whether `group` replaces a pickled process group."""
     return isinstance(group, str) and group == MISSING
 
 

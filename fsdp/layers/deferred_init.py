@@ -1,7 +1,7 @@
 """Deferred initialization: parameters and buffers without values, and the detection of their initialization.
 
 Parameters and buffers on the meta device get memory without values when they are wrapped. Computing with them, or
-saving them, raises an error that names them and the ways to initialize them. Memory without values is filled with a
+saving them, raises an error with their names and the ways to initialize them. Memory without values is filled with a
 mark, a value that no initialization assigns to a whole tensor. All writes are therefore detected, including writes
 through ``.data``, which do not change version counters: many models initialize themselves with
 ``module.weight.data.normal_()``.
@@ -98,7 +98,7 @@ def valueless_in(unit: Unit) -> Iterator[str]:
 
 
 def mark(tensor: Tensor) -> None:
-    """Fill memory without values with the mark that `is_marked` detects; for a `DTensor`, this rank's part."""
+    """Fill memory without values with the mark for `is_marked`; for a `DTensor`, this rank's part."""
     numbers = _numbers(tensor)
     with torch.no_grad():
         numbers.fill_(_mark_of(numbers.dtype))
@@ -215,7 +215,7 @@ def uninitialized_beside(unit: Unit) -> list[Uninitialized]:
 
 @contextmanager
 def memory_to_load_into(units: Iterable[Unit]) -> Iterator[list[Uninitialized]]:
-    """Allocate memory for listed tensors without values inside the context; keep memory that was initialized."""
+    """Allocate memory for listed tensors without values inside the context; keep initialized memory."""
     found = []
     try:
         for unit in units:

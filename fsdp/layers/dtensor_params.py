@@ -1,6 +1,6 @@
 """Parameters as `DTensor`s, sharded by rows, which modules list and optimizers update under `fully_shard`.
 
-A parameter that is already a `DTensor` (tensor parallelism) becomes a `DTensor` on the joint mesh. Its local part, a
+An existing `DTensor` (tensor parallelism) becomes a `DTensor` on the joint mesh. Its local part, a
 plain tensor, is sharded like other parameters, over the first dimensions of this mesh.
 
 Each `DTensor` wraps a view of this rank's rows in the shard, with a separate version counter. So an optimizer step on
@@ -91,7 +91,7 @@ def teach_dtensor() -> None:
 
 _NO_DIMS: frozenset[int] = frozenset()  # shared by all units
 
-# The shards that contain local tensors of `DTensor`s, and their memory at the last lookup.
+# The shards with local tensors of `DTensor`s, and their memory at the last lookup.
 _shards: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 _by_memory: dict[int, weakref.ref[FlatParameter]] = {}
 

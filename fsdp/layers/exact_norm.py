@@ -1,4 +1,4 @@
-"""The norm of tensors that are sharded over ranks, bitwise equal for every sharding.
+"""The norm of tensors sharded over ranks, bitwise equal for every sharding.
 
 Floating-point sums depend on their order. Each square is therefore converted to integers, with the same scale on all
 ranks, because sums of integers do not depend on the order.

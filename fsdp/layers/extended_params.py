@@ -127,7 +127,7 @@ class Gathered:
         return self._dim > 0 and shape == self._full_rows
 
     def _room_for(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return memory for a tensor that all ranks send, either unsharded or concatenated by rows."""
+        """Return memory for a tensor from all ranks, either unsharded or concatenated by rows."""
         if self._is_divided(shape):
             return torch.empty(self.shape, dtype=dtype, device=self._device)
         return torch.empty(self._world_size * shape.numel(), dtype=dtype, device=self._device).view(-1, *shape[1:])
@@ -202,7 +202,7 @@ class ExtendedParameters(UnshardedParameters):
     def moved(self) -> list[int]:
         return []  # the class of a parameter defines its ``.data``
 
-    # Tensors that are created during inference may be used in training.
+    # Tensors created during inference may be used in training.
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin_gather(self, *, directly: bool = False) -> Tensor:

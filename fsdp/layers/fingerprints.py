@@ -124,7 +124,7 @@ def _factor(block: int) -> int:
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """Return some elements of a tensor from few positions, so that only these parts of a mapped file are read."""
+    """Return some elements of a tensor from few positions, to read only these parts of a mapped file."""
     places, together = _SAMPLES
     if tensor.numel() <= places * together:
         return tensor.detach()
@@ -176,7 +176,7 @@ class Fingerprints:
                 self.unsharded[slot] = None
 
     def follow(self, shards: Sequence[Tensor]) -> None:
-        """Recompute the fingerprints of shards that were cast or moved on all ranks."""
+        """Recompute the fingerprints of shards after a cast or move on all ranks."""
         self._shards = [
             before if known is None else fingerprint(shard)
             for known, before, shard in zip(self.unsharded, self._shards, shards, strict=True)
@@ -206,7 +206,7 @@ def take_fingerprints(
         flat_param: the shard.
         params: the original parameters.
         rank, world_size: the number of the shard, and the number of shards.
-        replicas: the number of ranks that hold this shard.
+        replicas: the number of ranks with this shard.
     """
     layout = flat_param.make_layout(world_size)
     if world_size * replicas > 1 and layout.numel > 0:

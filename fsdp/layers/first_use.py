@@ -1,6 +1,6 @@
 """The first use of a tree of units: the runtime is created, and the ranks compare their models.
 
-After that, each forward checks for later changes: loaded values, added modules, and a `DistributedDataParallel` around
+Each later forward checks for later changes: loaded values, added modules, and a `DistributedDataParallel` around
 the tree.
 """
 
@@ -55,7 +55,7 @@ def new_runtime(root: Unit) -> Runtime:
 
 
 def refuse_inner_hooks(root: Unit, named_units: Iterable[tuple[str, Unit]]) -> None:
-    """Raise RuntimeError for a communication hook that was registered only on inner units."""
+    """Raise RuntimeError for a communication hook registered only on inner units."""
     for name, unit in named_units:
         hook = unit.policy.comm_hook
         if hook is not None and root.policy.comm_hook is None:
@@ -67,7 +67,7 @@ def refuse_inner_hooks(root: Unit, named_units: Iterable[tuple[str, Unit]]) -> N
 
 
 def follow_grad_dtypes(handles: Iterable[FlatParamHandle]) -> None:
-    """Keep gradients in the `grad_dtype` that a user has set on sharded parameters."""
+    """Keep gradients in the `grad_dtype` set by the user on sharded parameters."""
     for handle in handles:
         # For a parameter whose `.data` was replaced by a tensor of another dtype, the all-gather raises an error.
         listed = [param for param in handle.listed_params if param.dtype == handle.flat_param.dtype]

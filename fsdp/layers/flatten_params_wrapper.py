@@ -28,7 +28,7 @@ class FlattenParamsWrapper(Wrapper):
     """Store a module's parameters in flat parameters, and compute with views of them.
 
     The module's attributes become differentiable views of the flat parameters and are no longer parameters; state
-    dicts keep the module's plain names. Parameters that are used multiple times are stored once.
+    dicts keep the module's plain names. Parameters with multiple uses are stored once.
     `FullyShardedDataParallel` uses this class for its module.
 
     Args:

@@ -43,7 +43,7 @@ KEYWORDS = {
 _FULL = "state_dict() is full, state_dict(rank0_only=True) on the first rank; sharded_state_dict() and fsdp.save shard"
 _OPTIM = "use fsdp.optim_utils.full_optim_state_dict(model, optimizer), or fsdp.save"
 
-# Methods of FSDP1 that are called on the class.
+# Methods of FSDP1, called on the class.
 METHODS = _by_name(
     {
         "state_dict_type set_state_dict_type get_state_dict_type": _FULL,
@@ -74,7 +74,7 @@ NAMES = _by_name(
     }
 )
 
-# Attributes of FSDP1's instances, most of them private, that other programs read.
+# Attributes of FSDP1's instances, most of them private, but read by other programs.
 ATTRIBUTES = _by_name(
     {
         "_handle _handles _all_handles _fully_sharded_module_to_handle": "fsdp.flat_param_handles(model) lists the "
@@ -101,7 +101,7 @@ ATTRIBUTES = _by_name(
     }
 )
 
-# Environment variables of FSDP1 that are enabled by "1".
+# Environment variables of FSDP1, enabled by "1".
 VARIABLES = {
     "FSDP_USE_FULL_PREC_IN_EVAL": "evaluate inside of `with fsdp.full_precision(model):`",
     "FSDP_SKIP_WRITEBACK_CHECK": "leave it out: what users change between steps is always looked for, and kept",
@@ -110,7 +110,7 @@ VARIABLES = {
     "FSDP_USE_FAKE_REDUCE": "use fsdp.trace for the time of reductions, and fsdp.plan for their bytes",
 }
 
-# Private names of FairScale that other programs call or override.
+# Private names of FairScale, called or overridden by other programs.
 PRIVATE = {
     "_rebuild_full_params": "use summon_full_params(), or run the module, which gathers by itself",
     "_use_full_params": "use summon_full_params()",
@@ -156,7 +156,7 @@ def refuse_missing(package: str, name: str) -> NoReturn:
 
 
 def replicated_in(module: nn.Module) -> list[nn.Module]:
-    """Return the inner modules that torch's composable `replicate` manages."""
+    """Return the inner modules managed by torch's composable `replicate`."""
     from torch.distributed._composable.contract import REGISTRY_KEY
 
     return [inner for inner in module.modules() if "replicate" in inner.__dict__.get(REGISTRY_KEY, ())]
@@ -173,7 +173,7 @@ _TORCHS = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullySharde
 
 
 def refuse_torchs_units(module: nn.Module) -> None:
-    """Raise ValueError for inner modules that torch has sharded, except modules of its composable `replicate`."""
+    """Raise ValueError for inner modules sharded by torch, except modules of its composable `replicate`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for name, inner in module.named_modules():

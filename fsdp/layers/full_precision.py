@@ -1,4 +1,4 @@
-"""`full_precision` disables the mixed precision of a model, so that an evaluation has the same bits as unsharded."""
+"""`full_precision` disables the mixed precision of a model, for an evaluation with the bits of the unsharded model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         model: the outermost wrapper, or module under `fully_shard`.
 
     Raises:
-        TypeError: for a model that is not sharded.
+        TypeError: if `model` is not sharded.
         RuntimeError: inside a forward, a backward or `fsdp.join`; for an inner unit; or at the end, for a value that
             was assigned to a parameter and cannot be kept.
         NotImplementedError: for parameters that are all-gathered in another form, using `gather` of `fsdp.compress` or

@@ -32,9 +32,9 @@ Owned = Sequence[tuple[Tensor, nn.Parameter]]
 
 @during("reduce_gradients()")
 def reduce_gradients(model: nn.Module) -> None:
-    """Collective. Reduce gradients that were accumulated without communication, for example to read them.
+    """Collective. Reduce gradients accumulated without communication, for example to read them.
 
-    Use this function for placements with PARTIAL gradients, or for gradients that were accumulated under `no_sync`.
+    Use this function for placements with PARTIAL gradients, or for gradients accumulated under `no_sync`.
     Optimizer steps, scalers and clipping functions reduce PARTIAL gradients automatically.
 
     Args:

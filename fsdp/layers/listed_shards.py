@@ -17,7 +17,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def named_shards(model: nn.Module) -> dict[str, Any]:
-    """Return the parameters that modules list, by name.
+    """Return the listed parameters of modules, by name.
 
     Under `fully_shard`, a module's own ``named_parameters()`` lists unsharded parameters while modules are unsharded.
     """

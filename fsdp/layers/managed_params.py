@@ -55,7 +55,7 @@ def collect(
     """Return the parameters below `module` that belong to no inner unit, with all places where each is used.
 
     Places of inner units (`claimed`) are excluded. Parameters of another unit that can be shared are added to `tied`,
-    if given. With `for_unit`, parameters without values and parameters that are sharded as bytes are accepted; with
+    if given. With `for_unit`, parameters without values and parameters sharded as bytes are accepted; with
     `takes_all`, also frozen integers and tensor subclasses with torch's all-gather extension.
 
     Raises:
@@ -284,7 +284,7 @@ def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashabl
 
 
 def text_of_key(key: Hashable) -> str:
-    """Return a text of a key that ranks can compare. Objects are named by class: equal keys may print differently."""
+    """Return a key as text, comparable across ranks. Objects are named by class: equal keys may print differently."""
     if isinstance(key, tuple):
         return f"({', '.join(map(text_of_key, key))})"
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__

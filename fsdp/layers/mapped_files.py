@@ -126,11 +126,11 @@ class MappedFiles:
 
     @property
     def addresses(self) -> list[int]:
-        """The addresses of the tensors that were allocated here and still exist."""
+        """The addresses of the existing tensors allocated here."""
         return [address for address, region in self._regions.items() if region.is_alive]
 
     def regions_of(self, tensors: Iterable[Any]) -> list[Region]:
-        """Return the regions of the `tensors` that were allocated here."""
+        """Return the regions of the `tensors` allocated here."""
         ours = (each for each in tensors if isinstance(each, Tensor) and self.holds(each))
         return [self._regions[each.data_ptr()] for each in ours]
 

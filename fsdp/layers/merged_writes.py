@@ -17,7 +17,7 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def merge_written(handle: FlatParamHandle) -> None:
-    """Collective. Store in the shards the values that a forward has written to a handle's parameters.
+    """Collective. Store in the shards the values written to a handle's parameters by a forward.
 
     All ranks raise RuntimeError if ranks wrote different values to an element.
     """

@@ -195,7 +195,7 @@ class Conversions:
             self._refuse_part([handle for handle in unit.visible_handles if _changes(handle, fn)], fn)
 
     def _refuse_bytes(self, handles: Iterable[FlatParamHandle], fn: Conversion) -> None:
-        """Raise RuntimeError for a cast of parameters that are sharded as bytes."""
+        """Raise RuntimeError for a cast of parameters sharded as bytes."""
         packed = [
             (handle.flat_param, packing, places)
             for handle in handles
@@ -388,7 +388,7 @@ def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
 
 
 def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
-    """Apply the conversion of `nn.Module._apply` to a shard that no module lists."""
+    """Apply the conversion of `nn.Module._apply` to a shard not listed by modules."""
     if handle.orig_params is not None:
         shard = handle.flat_param
         with torch.no_grad():

@@ -56,7 +56,7 @@ class HostStorage(ShardStorage):
 
 
 class _OnDisk:
-    """A parameter in a mapped file. Optimizer state that is created like this parameter is also in mapped files."""
+    """A parameter in a mapped file. Optimizer state created like this parameter is also in mapped files."""
 
     shard_storage: Any
 
@@ -65,7 +65,7 @@ class _OnDisk:
         kwargs = kwargs or {}
         fill = _LIKENESSES.get(func)
         like = kwargs.get("input", args[0] if args else None)
-        # A shard that was unpickled without the model is in memory.
+        # A shard unpickled without the model is in memory.
         storage = like.shard_storage if isinstance(like, _OnDisk) else None
         if fill is None or storage is None or kwargs.get("device") not in (None, HOST):
             with torch._C.DisableTorchFunctionSubclass():  # as in `Parameter`, which disables this method

@@ -1,4 +1,4 @@
-"""Hooks before and after the steps of all optimizers. They raise errors for mistakes that would be silent.
+"""Hooks before and after the steps of all optimizers. They raise errors for otherwise silent mistakes.
 
 An optimizer is fully examined (`optimizer_mistakes`) before the first step, and after changes of the parameters, the
 optimizer state or the models. In other steps, the hooks only check properties that change between steps: gradients,
@@ -51,9 +51,9 @@ class _Examined:
             of parameters that units had taken over.
         ours: the shards among the parameters, with their flat parameters.
         parts: the parts of models that the optimizer steps. Weak, because an optimizer must not keep a model alive.
-        is_settled: all of the shards belong to models that have been used.
+        is_settled: all of the shards belong to models that were used before.
         brought: the flat parameters whose gradients may be on another device.
-        on_disk: the shards that are on disk.
+        on_disk: the shards on disk.
         has_stepped: the optimizer has taken a step.
     """
 

@@ -174,7 +174,7 @@ def impossible(kind: str) -> str:
 
 
 def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> Iterator[str]:
-    """Yield warnings of behavior that the user probably does not expect from an optimizer."""
+    """Yield warnings of an optimizer's behavior that the user probably does not expect."""
     kind = type(optimizer).__name__
     flat = [p for p in ours if not is_dtensor(p) and (p.shape,) != p.owner._shapes]  # with a different shape
     if flat and _OF_UNSHARDED_PARAMETERS.search(kind):
@@ -219,7 +219,7 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
 
 
 def _names_of_mixed_group(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names in a group that contains shards of both matrices and biases, because all shards are 1-D.
+    """Return the names in a group with shards of both matrices and biases, because all shards are 1-D.
 
     Then the group for matrices is empty, or has weight decay for unsharded parameters only, and the group for biases
     contains all shards. A rule by names has the same result with flat parameters.

@@ -1,4 +1,4 @@
-"""The state dict of a torch optimizer for shards, with a signature that identifies the rank's shards."""
+"""The state dict of a torch optimizer for shards, with a signature of the rank's shards."""
 
 from __future__ import annotations
 

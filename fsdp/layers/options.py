@@ -73,7 +73,7 @@ class Options:
         verbose: print more in ``repr``.
         allow_reset_parameters: If True, `reset_parameters` calls the module's method instead of raising an error.
         offload: "cpu" sets both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
-            optimizer state in mapped files, for models that are larger than memory.
+            optimizer state in mapped files, for models larger than memory.
         offload_folder: with "disk", the folder for the files, on a fast local disk.
         keep_offload_files: with "disk", keep the files after the process has ended, even after a crash.
         use_orig_params: If True, optimizers see this rank's shard of each original parameter under the original name,
@@ -178,7 +178,7 @@ class Options:
 
     @property
     def compared(self) -> Mapping[str, Any]:
-        """The options that must be the same on all ranks."""
+        """The options compared across ranks."""
         return _named(*_compared_in(self))
 
     @property

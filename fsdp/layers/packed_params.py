@@ -1,4 +1,4 @@
-"""Frozen parameters that are sharded as bytes. Vectors of bytes replace them while a unit is created.
+"""Frozen parameters, sharded as bytes. Vectors of bytes replace them while a unit is created.
 
 `PackedForm` creates the vectors. `PackedParameters` are the unsharded parameters, as views of a buffer of bytes.
 """
@@ -67,14 +67,14 @@ class PackedParameters(UnshardedParameters):
 
 
 def pack_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook of a load: convert values for parameters that are sharded as bytes to bytes."""
+    """Hook of a load: pack values for parameters sharded as bytes."""
     for name, packing in _join_loaded(unit, module, state_dict, prefix):
         if not is_dtensor(state_dict[name]):
             state_dict[name] = packing.pack(state_dict[name])
 
 
 def join_loaded(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Complete the values of parameters that are sharded as bytes, if their class saves parts under separate keys.
+    """Complete the values of parameters sharded as bytes, if their class saves parts under separate keys.
 
     Summoned parameters are loaded as in the unsharded model.
     """
@@ -95,11 +95,11 @@ def _join_loaded(
 
 
 class PackedForm:
-    """The form of a unit with parameters that are sharded as bytes, using vectors of bytes in their place.
+    """The form of a unit with parameters sharded as bytes, using vectors of bytes in their place.
 
     Args:
         form: the form of the unit.
-        packed: the parameters that are sharded as bytes.
+        packed: the parameters sharded as bytes.
     """
 
     def __init__(self, form: Sharder, packed: Iterable[nn.Parameter]) -> None:
@@ -109,7 +109,7 @@ class PackedForm:
         self._originals: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
-        """Return the parameters, with a stand-in for each parameter that is sharded as bytes."""
+        """Return the parameters, with a stand-in for each parameter sharded as bytes."""
         ids = set(map(id, self._packed))
         for param, places in found.items():
             self._found[self._stand_in(places[0].fqn, param) if id(param) in ids else param] = places

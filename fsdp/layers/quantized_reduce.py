@@ -58,7 +58,7 @@ class Feedback:
             rows += whole
 
     def keep(self, errors: Tensor) -> None:
-        """Replace the errors by `errors` ``[world_size - 1, n]``, of the pieces that were just sent to other ranks."""
+        """Replace the errors by `errors` ``[world_size - 1, n]``, of the pieces just sent to other ranks."""
         comm, layout = self.handle.reduce_comm, self.handle.gradients.layout
         if layout is self.handle.layout:
             self.sent, self.received = errors.bfloat16(), None

@@ -106,7 +106,7 @@ class ReplicaSums:
                 feedback.add_to(part, layout)
 
     def note_pieces(self, errors: Tensor, rank: int, tag: Tag) -> None:
-        """Record the errors ``[replicas - 1, n]`` of the pieces that were sent to the other replicas."""
+        """Record the errors ``[replicas - 1, n]`` of the pieces sent to the other replicas."""
         if self.feedback:
             set_peers_rows(self._sums[tag].errors, rank, finite(errors))
 

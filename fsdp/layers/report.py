@@ -57,7 +57,7 @@ class UnitReport:
             outside units, such as comparisons between ranks.
         shard_bytes, unsharded_bytes: the bytes of its parameters on each rank, and all-gathered.
         padding: the number of padding elements on all ranks together.
-        waited: nanoseconds that each rank waited for its all-gathers and reductions. Collectives of several units
+        waited: nanoseconds of each rank's waits for its all-gathers and reductions. Collectives of several units
             count for the first of these units.
         live_peak: the peak bytes of shards, unsharded parameters and gradients of all units on a rank while the unit
             ran.

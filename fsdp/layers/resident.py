@@ -57,7 +57,7 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
         The names of the resident units.
 
     Raises:
-        TypeError: for a model that is not sharded.
+        TypeError: if `model` is not sharded.
         ValueError: for a negative budget.
         RuntimeError: inside a forward, a backward or `fsdp.join`; for an inner unit; on every rank, if budgets differ
             between ranks.

@@ -135,7 +135,7 @@ class SameBits:
 
         Raises:
             ValueError: on every rank, if a rank passes more or fewer numbers than micro-batches.
-            OtherRankError: with the reason, if another rank has passed an object that is not a number.
+            OtherRankError: with the reason, if another rank has passed another object than a number.
         """
 
         def numbers() -> tuple[None, list[float]]:

@@ -263,7 +263,7 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
 
 
 def refuse_fake_tensors(module: nn.Module) -> None:
-    """Raise RuntimeError for a module of torch's fake tensors, or under the mode that makes them."""
+    """Raise RuntimeError for a module of torch's fake tensors, or under `FakeTensorMode`."""
     made = sys.modules.get("torch._subclasses.fake_tensor")  # if not imported, no fake tensors exist
     held = [param for submodule in module.modules() for param in submodule._parameters.values()]
     if made is not None and any(isinstance(one, made.FakeTensor) for one in (torch.empty(0, device="cpu"), *held)):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ProcessGroupName(str, Enum):
-    """Names that stand for process groups in the constructor."""
+    """Names for process groups in the constructor."""
 
     default = "default"
     reduce_scatter = "reduce_scatter"
@@ -301,7 +301,7 @@ def _by_machine(group: Group, given: str) -> tuple[Group, Group | None]:
 
 @once_for_groups
 def _post_forward_group(group: Group, size: int) -> Group | None:
-    """Collective the first time. Return the group of `size` neighbouring ranks that contains this rank.
+    """Collective the first time. Return this rank's group of `size` neighbouring ranks.
 
     None if `size` is 1 or the number of ranks. `size` must divide the number of ranks.
     """

@@ -1,4 +1,4 @@
-"""Parameters that multiple units share: `append_shared_param`.
+"""Parameters shared by multiple units: `append_shared_param`.
 
 A tied parameter must belong to a unit that contains all of its uses. If modules with a tied parameter are wrapped
 separately, with ``flatten_parameters=False``, the first wrapper owns the parameter and the other wrappers *want* it.
@@ -203,7 +203,7 @@ def _dtensors(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
 def tie_assigned(units: Iterable[Unit]) -> None:
     """Merge parameters that the user tied after sharding, so that modules list the same `DTensor` for both.
 
-    Units that were already used are skipped; their handles raise an error instead.
+    Units after the first use are skipped; their handles raise an error instead.
 
     Raises:
         RuntimeError: for two parameters that cannot be merged.

@@ -147,7 +147,7 @@ class Summoning:
         )
 
     def require_shown_by(self, other: Summoning | None, unit: Unit) -> None:
-        """Raise RuntimeError if the unit is summoned already, in a form that differs from the requested form."""
+        """Raise RuntimeError if the unit is summoned already, in a different form."""
         if other is None:
             raise RuntimeError(
                 f"{unit.name}: its state is being loaded or saved; summon parameters before or after that"
@@ -171,7 +171,7 @@ class Summoning:
 
 @contextmanager
 def saving(root: Unit, form: Saving) -> Iterator[Saving]:
-    """Create the state dict of all units of the tree in this form, or in the form that an enclosing unit has chosen."""
+    """Create the state dict of all units of the tree in this form, or in the form chosen by an enclosing unit."""
     outer = root.request(Saving)
     if outer is not None:
         yield outer

@@ -69,7 +69,7 @@ class Rest:
 
 
 class Part:
-    """The shards of a single model that an optimizer steps."""
+    """An optimizer's shards of a single model."""
 
     def __init__(self, steps: Steps, handles: Sequence[FlatParamHandle]) -> None:
         self.steps, self.handles = steps, handles
@@ -141,7 +141,7 @@ class Steps:
         return [handle for _, unit in units_in(self.root) for handle in unit.handles]
 
     def part(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> Part:
-        """Return the part of the model that an optimizer steps; it is kept as long as the model and the optimizer."""
+        """Return an optimizer's part of the model, which is kept as long as the model and the optimizer."""
         found = self._parts[optimizer] = Part(self, handles)
         return found
 
@@ -314,7 +314,7 @@ def _shown(value: Any) -> str:
 
 
 def _version(optimizer: torch.optim.Optimizer) -> int:
-    """Return a number that changes when a step has begun to write.
+    """Return a number to detect whether a step has begun to write.
 
     A step writes to the first parameter with a gradient, and to its state, before other parameters or with them.
     """

@@ -1,4 +1,4 @@
-"""The functions of torch that are replaced when the first model is wrapped. `REPLACED` lists all of them.
+"""The torch functions to be replaced when the first model is wrapped. `REPLACED` lists all of them.
 
 Changes of `fully_shard` to `DTensor` are in `dtensor_params`, `counted_data` and `distributed.gathered_part`.
 
@@ -98,7 +98,7 @@ def _get_total_norm(
 
 
 class Models:
-    """The sharded models that contain the arguments of a function; `handles` are by ids of flat parameters."""
+    """The sharded models of a function's arguments; `handles` are by ids of flat parameters."""
 
     def __init__(
         self, params: Sequence[Any], function: str, handles: Mapping[int, tuple[Runtime, FlatParamHandle]]
@@ -307,12 +307,12 @@ def _leaves_of_all(inputs: Any) -> Any:
 
 
 def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
-    """Return the unsharded leaves in autograd's graph that correspond to a shard or a local shard."""
+    """Return the unsharded leaves in autograd's graph for a shard or a local shard."""
     return [leaf for slot, leaf in enumerate(handle.unsharded.leaves) if handle.listed.param_of(slot) is param]
 
 
 class Replaced(NamedTuple):
-    """A function of torch that is replaced.
+    """A function of torch and the replacement.
 
     Attributes:
         name: the public name.

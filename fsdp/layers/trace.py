@@ -201,7 +201,7 @@ def _bytes_of(unit: Unit) -> int:
 
 
 class _Recorder:
-    """The observer that records this rank's activity; `stepped` is called after each optimizer step."""
+    """The observer of this rank's activity; `stepped` is called after each optimizer step."""
 
     def __init__(self, runtime: Runtime, stepped: Callable[[torch.optim.Optimizer], None]) -> None:
         self.spans: list[Span] = []

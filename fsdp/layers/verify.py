@@ -31,13 +31,13 @@ from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper, units_
 from fsdp.layers.fingerprints import first_difference
 from fsdp.layers.managed_params import ddp_message, text_of_key
 
-# For each unit's name, the properties that must be the same on all ranks, by their names in messages.
+# For each unit's name, the properties to be compared across ranks, by their names in messages.
 Plan = list[tuple[str, dict[str, Any]]]
 
-# Replaces the fingerprint of a value that a rank does not write. The fingerprint of zeros is 0.
+# Replaces the fingerprint of a value not written by a rank. The fingerprint of zeros is 0.
 NOT_WRITTEN = -1
 
-# The units that all ranks have compared.
+# The units compared by all ranks.
 agreed: WeakSet[Unit] = WeakSet()
 
 
@@ -91,7 +91,7 @@ def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
 
 
 def describe_unit(unit: Unit) -> dict[str, Any]:
-    """Return the properties of a unit that must be equal on all ranks, by their names in messages."""
+    """Return the properties of a unit to be compared across ranks, by their names in messages."""
     return {
         "parameters": [describe_handle(handle, unit) for handle in unit.handles],
         **unit.settings,
@@ -120,7 +120,7 @@ def _saved_buffers(unit: Unit) -> Iterator[str]:
 
 
 def describe_handle(handle: FlatParamHandle, unit: Unit | None = None) -> str:
-    """Return the properties of a flat parameter that must be equal on all ranks, as text."""
+    """Return the properties of a flat parameter to be compared across ranks, as text."""
     # A handle without elements is not connected. With expert parallelism, other ranks may have elements.
     connected = handle if handle.layout.numel or unit is None else unit
     flat_param, own, layout = handle.flat_param, handle.flat_param.dtype, handle.layout
@@ -209,7 +209,7 @@ def _difference(first: Plan, other: Plan, zero: int, rank: int) -> str:
 
 
 def settle_fingerprints(handle: FlatParamHandle) -> None:
-    """Delete the fingerprints of parameters that were written without a call of `note_written`."""
+    """Delete the fingerprints of parameters written without a call of `note_written`."""
     if handle.values.fingerprints is not None and handle.flat_param.numel() == handle.layout.shard_numel:
         handle.values.fingerprints.forget_written(handle.values.local_shards)
         handle.storage.release()
@@ -284,7 +284,7 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
     """Raise RuntimeError if a parameter was added after the units were created, or an original is still used."""
     refuse_held(root)
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
-    # Parameters that are added to ignored modules later are also ignored.
+    # Parameters added to ignored modules later are also ignored.
     every = frozenset[nn.Module]().union(*(unit.ignored.modules for unit in units))
     ignored = {inner for module in every for inner in module.modules()}
     for path, module in root.named_modules():

@@ -4,7 +4,7 @@ To save, torch iterates over modules whose parameters are unsharded. To load, to
 `LoadTarget`s, which record the values copied into them; when the state dicts fit on all ranks, each rank stores its
 shards of the values. So a state dict that does not fit changes no value, and loading neither gathers nor copies
 unsharded parameters. Modules with load hooks or methods that might read or write values do not support this. If the
-tree contains such a module, units are loaded one after the other, and values that were loaded before an error are
+tree contains such a module, units are loaded one after the other, and values loaded before an error are
 kept, as in torch.
 """
 
@@ -84,7 +84,7 @@ def ensure_same_values(root: Unit) -> None:
 
 
 def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Collective. Return the unsharded state of a wrapper, in the form that the outermost saved wrapper has chosen."""
+    """Collective. Return the unsharded state of a wrapper, in the form chosen by the outermost saved wrapper."""
 
     def between_hooks(take: Callable[[], Any]) -> Any:
         for before in wrapper._state_dict_pre_hooks.values():
@@ -376,7 +376,7 @@ def _refuse_meta(value: Tensor) -> None:
 
 
 class _Rest(NamedTuple):
-    """A record of the values that a load would write, except for sharded parameters."""
+    """A record of the values to be written by a load, except for sharded parameters."""
 
     tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # the module's dictionary, the name and the target
     extra: list[tuple[nn.Module, Any]]

@@ -22,7 +22,7 @@ _adds_path_parts: ContextVar[bool] = ContextVar("_adds_path_parts", default=True
 def no_pre_load_state_dict_hook() -> Iterator[None]:
     """Make ``load_state_dict`` accept only raw names inside the context, which include the wrappers' path parts.
 
-    Use it for a state dict that was not created by a wrapper, for example ``dict(model.named_parameters())``. Outside
+    Use it for a state dict not created by a wrapper, for example ``dict(model.named_parameters())``. Outside
     the context, raw names are accepted as well, and path parts are added to plain names. FairScale's name.
     """
     token = _adds_path_parts.set(False)

@@ -54,7 +54,7 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
 
     Args:
         model: the outermost module; it may be unwrapped.
-        param_init_fn: function that initializes the tensors directly in a given module. Their memory is already
+        param_init_fn: function to initialize the tensors directly in a given module. Their memory is already
             allocated, so ``to_empty`` is not required; if called, use ``recurse=False``.
         seed: the seed of the values. torch's generators are seeded for each module from this number and the module's
             plain name in `model`. So values depend on the type of device, but not on the number of ranks, the wrapped
@@ -216,7 +216,7 @@ def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:
 
 
 def _lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Uninitialized]:
-    """Yield all tensors without values: parameters of the units, and tensors that the modules list."""
+    """Yield all tensors without values: parameters of the units, and listed tensors of the modules."""
     for unit in units:
         for handle in unit.owned_handles:
             handle.absorb()  # tensors that users have assigned have values

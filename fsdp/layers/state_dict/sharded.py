@@ -142,7 +142,7 @@ class TensorPart(Tensor):
 
     @classmethod
     def around(cls, part: Part, held: Held) -> Any:
-        """Return a tensor that contains `held`, without a copy."""
+        """Return a tensor around `held`, without a copy."""
         flat = held.flat
         made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=flat.dtype, device=flat.device)
         made.part, made._held = part, held

@@ -121,7 +121,7 @@ def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Pa
 class _Look(NamedTuple):
     """A record of a parameter, used to detect later whether it was written.
 
-    Users may write or replace inner tensors of a parameter that is sharded as bytes. A write to an inner tensor does
+    Users may write or replace inner tensors of a parameter sharded as bytes. A write to an inner tensor does
     not increment the parameter's version.
     """
 
@@ -135,7 +135,7 @@ class _Look(NamedTuple):
         tensors = [param, *(() if packing is None else packing.inner_of(param))]
         has_version = [isinstance(each, Tensor) and not each.is_inference() for each in tensors]
         versions = [each._version if known else None for each, known in zip(tensors, has_version, strict=True)]
-        # For classes that are not sharded as bytes, only versions are compared.
+        # For other classes, only versions are compared.
         is_plain = packing is not None or type(local_part(param)) in (Tensor, nn.Parameter)
         is_seen = by_value and is_plain and not local_part(param).is_meta
         return cls(packing, tensors, versions, _bits_of(param, packing) if is_seen else None)
@@ -157,7 +157,7 @@ def _bits_of(value: Tensor, packing: Any) -> int:
 
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
-    """Return the handles with parameters in a unit's modules, except handles that are already exposed."""
+    """Return the handles with parameters in a unit's modules, except already exposed handles."""
     return [handle for handle in unit.visible_handles if not handle.presentation.is_exposed]
 
 
@@ -195,7 +195,7 @@ def for_each(units: Iterable[Unit], show: Callable[[Unit], AbstractContextManage
 
 
 def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[int]], values: Values) -> None:
-    """Collective. Send all ranks the `values` of the parameters that changed on the first rank."""
+    """Collective. Send all ranks the `values` of the parameters changed on the first rank."""
     for number, handle in enumerate(handles):
         slots = [slot for which, slot in changed if which == number]
         kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
@@ -281,8 +281,8 @@ def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None],
 
     Args:
         unit: the unit to load.
-        check: function of a handle, a parameter's number and a value; raises an error for a value that cannot be kept.
-        in_bytes: If True, parameters that are sharded as bytes are loaded as bytes.
+        check: function of a handle, a parameter's number and a value; raises an error for unfit values.
+        in_bytes: If True, load parameters sharded as bytes as bytes.
     """
     targets: dict[FlatParamHandle, list[Tensor]] = {}
     for handle in hidden_handles(unit):
@@ -300,7 +300,7 @@ def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None],
 
 
 def recorded(exposure: Exposure) -> Values:
-    """Return the values that were copied into the targets of a `recording`."""
+    """Return the values copied into the targets of a `recording`."""
     return {
         key: param.source
         for key, param in exposure.numbered.items()
