@@ -203,7 +203,7 @@ class Compression:
             with compression.stored_in(optimizer):
                 fsdp.save("checkpoint", model, optimizer)
 
-        The errors of all ranks are summed without quantisation, by a reduce-scatter: a tensor like the parameter, under
+        The errors of all ranks are reduce-scattered without quantisation. The sum is a tensor like the parameter, under
         the key "quantized_reduce_feedback". All functions that save and reshard optimizer state include it, for any
         number of ranks. This training continues with the same sums, so a training resumed on the same number of
         ranks has the same bits.

@@ -163,7 +163,7 @@ class Steps:
             self._compare_replicas()
 
     def begin(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
-        """Record the begin of an optimizer step on shards with all gradients.
+        """Record the beginning of an optimizer step on shards, whose gradients are complete.
 
         Also record writes to shards since the last steps, and to the gradients of these shards since the last backward.
         All shards are checked in the first step after each backward.

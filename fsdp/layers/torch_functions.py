@@ -110,7 +110,7 @@ class Models:
 
     @property
     def whole(self) -> Runtime | None:
-        """The only model, if the arguments are distinct parameters of it, with all trained ones and all gradients."""
+        """The only model, if the arguments are distinct parameters of it, with all that need or have gradients."""
         given = {id(param) for param in self._params}
         if len(self._runtimes) != 1 or len(given) < len(self._params):
             return None

@@ -166,7 +166,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
         model: the outermost wrapper, or module under `fully_shard`.
         path: optional, the path where the first rank writes the trace for Perfetto (ui.perfetto.dev) when recording
             ends, which is also collective.
-        steps: optional, the number of steps to record from this call on. Steps of the optimizer that steps first are
+        steps: optional, the number of steps to record from this call on. Only steps of the first optimizer to step are
             counted. Recording also ends with the block, or in ``trace.end()``. By default, the block is recorded.
 
     Raises:
