@@ -2,22 +2,22 @@
 
 `communicator` chooses between three implementations, by the group's backend and the device of the tensors:
 
-- `TorchCollectives` calls `torch.distributed`, asynchronously. This class serves NCCL, torch's fake group and all
+- `TorchCollectives` calls `torch.distributed` asynchronously. This class is used for NCCL, torch's fake group and all
   other backends. CUDA needs no separate stream: a collective that is *issued* from the compute stream runs on the
   backend's stream after the work queued so far, and ``wait()`` makes the compute stream wait for it. Buffers are
   therefore allocated, used and freed in the order of a single stream, without ``record_stream``. Communication
   overlaps with computation because the next gather is issued before this unit's computation is queued.
-- `DirectExchange` is for gloo on CPU: every rank sends its piece directly to its peers, which receive it directly into
-  its final memory. gloo's own reduce-scatter sends as many bytes as an all-reduce, twice the necessary number; gloo's
-  transport thread processes point-to-point messages while Python computes.
-- `StagedExchange` is the same for CUDA tensors on a gloo group (several ranks on a single GPU), through host memory.
+- `DirectExchange` is used for gloo on CPU: every rank sends point-to-point messages to its peers, which receive them
+  directly into the final memory. gloo's own reduce-scatter sends as many bytes as an all-reduce, twice the required
+  number. gloo's transport thread processes point-to-point messages while Python computes.
+- `StagedExchange` is used for CUDA tensors on a gloo group (multiple ranks on one GPU); it copies through the host.
 
-A group of a single rank is `LoneRank`, which does not require `torch.distributed`.
+A group of a single rank uses `LoneRank`, which does not require `torch.distributed`.
 
-Every message on gloo, including control messages, has a tag that is computed from its kind (a gather, a reduction),
-its subject (a handle), its length and its dtype. So ranks that run different operations wait for each other, and time
-out with an error that contains the awaited operation, instead of receiving wrong bytes. gloo's own collectives are not
-used: they are matched by their order alone, and two matched collectives of different lengths end the process.
+Every message on gloo, including control messages, has a tag that is computed from its kind (for example, a gather),
+its subject (a handle), its length and its dtype. Ranks that run different operations therefore time out with an error
+that names the awaited operation, instead of receiving wrong bytes. gloo's own collectives are not used: they are
+matched only by order, and matched collectives of different lengths end the process.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ if TYPE_CHECKING:
     from fsdp.distributed.shared_memory import SharedMemory
 
 if dist.is_available():
-    # Its functions take the default group of when it is imported for their default. torch imports it lazily: that group
-    # would live until the interpreter is torn down (see `made_once_for_groups`). Now there is none yet.
+    # The functions of this module use the default group at import time as their default argument. torch imports it
+    # lazily, and would keep that group until interpreter shutdown (see `made_once_for_groups`). Now no group exists.
     import torch.distributed.nn.functional
 
-# torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
+# torch 2.12 renamed these functions. They are looked up at each call, because tools count collectives by patching them.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-# The first message of `all_gather_bytes`: the length of the payload, the public call that the rank is in, and the
+# The first message of `all_gather_bytes`: the length of the payload, the current public call of the rank, and the
 # beginning of the payload.
 _LENGTH_BYTES, _CALL_BYTES, _BEGIN_BYTES = 8, 56, 448
 _TRAINING = "forward or backward"
@@ -92,32 +92,32 @@ _only_torch = False
 def use_torch_collectives(enabled: bool = True) -> None:
     """Use the collectives of `torch.distributed` for all communication, on gloo too.
 
-    This setting is for tools that count or trace collectives by replacing those functions, and for comparisons.
-    Communication is slower: gloo's reduce-scatter sends twice the bytes. The setting has no effect on NCCL, which
-    always uses these collectives. Call the function on all ranks with the same argument, before wrapping; models that
-    are already wrapped do not change.
+    This setting is intended for tools that count or trace collectives by patching these functions, and for
+    comparisons. Communication becomes slower: gloo's reduce-scatter sends twice the bytes. NCCL always uses these
+    collectives, so the setting has no effect. Call this function on all ranks with the same argument, before wrapping;
+    models that are already wrapped do not change. ``enabled=False`` restores the default.
     """
     global _only_torch
     _only_torch = enabled
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor, or its bytes: backends know the dtypes of gradients, but not all others."""
+    """Return a contiguous tensor, or its bytes: backends support the dtypes of gradients, but not all other dtypes."""
     is_known = tensor.is_floating_point() and tensor.itemsize > 1
     return tensor if is_known else tensor.view(-1).view(torch.uint8)
 
 
 class TorchCollectives(Communicator):
-    """`torch.distributed`'s own collectives on any backend.
+    """The collectives of `torch.distributed`, on any backend.
 
     Args:
         group: the process group.
-        device: the device of the tensors, or one of its type.
+        device: a device of the tensors' type.
     """
 
     def __init__(self, group: Any, device: torch.device = HOST) -> None:
         super().__init__(group.rank(), group.size())
-        self.group = group  # what is gathered and reduced goes through it, also where it is a user's object
+        self.group = group  # also if it is a user's object, for all-gathers and reductions
         self._apart: Communicator | None = None
         names = backend_names(group)
         self.peers_answer = "fake" not in names.values()
@@ -129,7 +129,7 @@ class TorchCollectives(Communicator):
 
     @property
     def _known(self) -> Any:
-        """The group as torch knows it."""
+        """The process group of torch."""
         return behind(self.group)
 
     @property
@@ -171,7 +171,7 @@ class TorchCollectives(Communicator):
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         out, kind = full.new_empty(full.numel() // self.world_size), dtype or full.dtype
         self._is_connected = True
-        # As pairs, which torch makes of complex numbers in other collectives, and not in this one: NCCL refuses them.
+        # NCCL does not support complex numbers. In other collectives, torch itself views them as pairs.
         summed, added = (torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (out, full))
         work = getattr(dist, _REDUCE_SCATTER)(summed, added, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(full, out).to(kind))
@@ -189,7 +189,7 @@ class TorchCollectives(Communicator):
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         if not self._is_connected:
-            # NCCL connects all ranks of a group at their first operation, and waits for ranks that exchange nothing.
+            # NCCL connects all ranks of a group at the first operation, and waits for ranks without messages too.
             self.all_reduce(torch.zeros(1, device=self._device), what=what).wait()
         operations = [
             dist.P2POp(way, _as_sent(tensor), group=self._known, group_peer=peer)
@@ -203,32 +203,32 @@ class TorchCollectives(Communicator):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
         work = SimpleNamespace(wait=lambda *_: dist.all_gather_object(payloads, payload, group=self._known))
-        finish((work,), _TALK)  # so that the watchdog knows of this wait
+        finish((work,), _TALK)  # reports this wait to the watchdog
         return payloads
 
 
 class DirectExchange(TorchCollectives):
-    """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
+    """Collectives by point-to-point messages on gloo, for tensors on the CPU."""
 
     sends_pieces = True
-    shares_from = 1 << 19  # bytes of a message, above which shared memory is faster than sockets
+    shares_from = 1 << 19  # bytes: larger messages are faster through shared memory than through sockets
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)
         self._talk = _TALK if behind(group) is group else f"{_TALK}, with checksums"
-        # There may be one for each type of device, with handles of the same numbers; ranks check alike, or never meet.
+        # Part of all tags: handles on different device types may have equal numbers, and settings of ranks may differ.
         self._way = f"{type(self).__name__} by {self._talk}"
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sent: deque[Sending] = deque()
         self._answered: Sending | None = None
         self._shared: SharedMemory | None = None  # after `share_memory`
-        self._was_asked = False  # whether ranks share memory
+        self._was_asked = False  # whether `share_memory` has asked the other ranks
 
     def share_memory(self, nbytes: int) -> None:
-        # Messages with checksums go through the group.
+        # Messages with checksums are sent through the group.
         if self._was_asked or nbytes < self.shares_from or not isinstance(self.group, dist.ProcessGroup):
             return
-        from fsdp.distributed.shared_memory import SharedMemory  # which small models never need
+        from fsdp.distributed.shared_memory import SharedMemory  # not required for small models
 
         self._was_asked = True
         self._shared = SharedMemory.among(self.group, self.all_gather_bytes, self.shares_from)
@@ -276,7 +276,7 @@ class DirectExchange(TorchCollectives):
                 for each in tensors:
                     try:
                         begun.append(start(each, peer, wire_tag(self._way, kind, tag, each.numel(), each.dtype)))
-                    except RuntimeError as error:  # a peer is known to be gone; others may wait for this rank
+                    except RuntimeError as error:  # this peer has ended, but other peers may wait for this rank
                         errors.append(error)
             return begun
 
@@ -295,8 +295,8 @@ class DirectExchange(TorchCollectives):
         return Pending(what, asked, lambda: torch.empty(0, device=HOST))
 
     def _answer(self, sending: Sending, full: Tensor) -> Tensor:
-        # A shard that was cast only to be sent should go when its messages are through. Peers ask for our shard
-        # before they send their shards, so the messages of the previous gather are complete.
+        # Release a shard that was cast only for sending once it is sent. Peers request our shard before they send
+        # their shards, so the messages of the previous gather are complete.
         if self._answered is not None:
             self._answered.finish()
         self._answered = sending
@@ -330,15 +330,15 @@ class DirectExchange(TorchCollectives):
         return Pending(what, works, lambda: then(received))
 
     def _swap(self, what: str, kind: str, tag: Tag, outgoing: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
-        """Start to send each rank its tensor, and to receive a tensor of the same size from each, in rank order."""
+        """Start to send a tensor to each rank, and to receive a tensor of the same size from each, in rank order."""
         received = [each if rank == self.rank else torch.empty_like(each) for rank, each in enumerate(outgoing)]
         incoming = {peer: [received[peer]] for peer in self._peers}
         asked, sent = self._post(what, kind, tag, incoming, {peer: [outgoing[peer]] for peer in self._peers})
         return [*asked, *(Leaving(self.group, work) for work in sent)], received
 
     def _sum_in_rank_order(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer
-        # that the caller wants to free, a received one has a memory of its own and becomes the result.
+        # The sum is in rank order, so that runs are reproducible to the bit. A received piece becomes the result: it
+        # has separate memory, while this rank's piece is part of the buffer that the caller will free.
         first, *others = (1, 0, *range(2, self.world_size)) if self.rank == 0 else range(self.world_size)
         total = pieces[first].to(torch.promote_types(pieces[first].dtype, dtype))
         for rank in others:
@@ -349,7 +349,7 @@ class DirectExchange(TorchCollectives):
         works, received = self._swap(what, op, what, [tensor.cpu().contiguous()] * self.world_size)
 
         def combined() -> Tensor:
-            total, *others = [received[0].clone(), *received[1:]]  # ours, among them, may be `tensor` itself
+            total, *others = [received[0].clone(), *received[1:]]  # this rank's entry may be `tensor` itself
             for other in others:
                 total.add_(other) if op == "sum" else torch.maximum(total, other, out=total)
             return tensor.copy_(total)
@@ -360,7 +360,7 @@ class DirectExchange(TorchCollectives):
         return Pending("broadcast", (), lambda: self._pass_on(tensor))
 
     def _pass_on(self, tensor: Tensor) -> Tensor:
-        """Along a binomial tree: in each round twice as many ranks have it."""
+        """Broadcast along a binomial tree: each round doubles the number of ranks that have the tensor."""
         reach = 1
         while reach < self.world_size and not self.rank & reach:
             reach *= 2
@@ -377,7 +377,7 @@ class DirectExchange(TorchCollectives):
         return tensor if host is tensor else tensor.copy_(host)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """See `Communicator`. One exchange if all payloads are short, and another one for the rest of long payloads."""
+        """See `Communicator`. Uses a single exchange if all payloads are short; long payloads require a second one."""
         own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
         begin = payload[:_BEGIN_BYTES].ljust(_BEGIN_BYTES, b"\0")
         header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call + begin)
@@ -397,7 +397,7 @@ class DirectExchange(TorchCollectives):
         return [begin + as_bytes(rest) for begin, rest in zip(begins, rests, strict=True)]
 
     def _require_one_call(self, encoded: Iterable[bytes]) -> None:
-        """Raise an error if ranks are in different calls of this library, which then exchange other payloads."""
+        """Raise an error if ranks are in different calls of this library, because their payloads differ in meaning."""
         calls = [each.decode(errors="replace").strip() or _TRAINING for each in encoded]
         for number, call in enumerate(calls):
             if call != calls[0]:
@@ -418,7 +418,7 @@ class DirectExchange(TorchCollectives):
 
 
 class StagedExchange(DirectExchange):
-    """CUDA tensors on a gloo group, through host memory: for tests of several ranks on a single GPU."""
+    """Collectives of CUDA tensors on a gloo group, through host memory: for tests with multiple ranks on one GPU."""
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         host = torch.empty(full.shape, dtype=full.dtype, device="cpu")
@@ -451,13 +451,13 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available
 
 
 def communicator(group: Group, device: torch.device) -> Communicator:
-    """Return the communicator of `group` for tensors on `device`; each group has an object per device type."""
+    """Return the communicator of `group` for tensors on `device`; there is one for each device type of a group."""
     if group.size() == 1:
-        _watch()  # others may wait for this rank, in a group that it was to be in
+        _watch()  # other ranks may expect this rank in a larger group, and wait for it
         return LONE_RANK
     backends = backend_names(group)
     is_gloo = backends.get(device.type) == "gloo" and hasattr(group, "send")
-    # A user's object in front of a group is there to see collectives.
+    # A user's object that wraps a group is intended to observe the collectives of torch.
     is_ours = is_gloo and not _only_torch and behind(group) is group
     if is_ours and "cpu" not in backends:
         raise ValueError(
@@ -480,6 +480,6 @@ def communicator(group: Group, device: torch.device) -> Communicator:
 
 
 def _watch() -> None:
-    from fsdp.distributed.watchdog import watch  # a layer, which has a socket and threads; collectives need none
+    from fsdp.distributed.watchdog import watch  # imports sockets and threads, which collectives do not require
 
     watch()

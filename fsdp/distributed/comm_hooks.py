@@ -6,10 +6,9 @@ The following hook is equivalent to the library without a hook:
         ranks = gradient.numel() // shard.numel()
         shard.copy_(reduce_scatter(gradient)).div_(ranks)
 
-A hook is a user's function that computes this rank's shard of the average from every rank's unsharded gradients. A
-hook may also call `torch.distributed`, like torch's hooks. `reduce_scatter` uses the communicator of the library
-instead: on gloo it sends half the bytes, sums in the order of ranks (so that runs are reproducible to the bit), and
-messages and errors contain the unit.
+A hook is a user's function that computes this rank's shard of the average from every rank's unsharded gradients. Like
+torch's hooks, it may call `torch.distributed`. `reduce_scatter` uses the communicator of this library instead. On gloo
+it sends half the bytes, sums in rank order (so that runs are reproducible to the bit), and errors contain the unit.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fsdp.distributed.communicator import Group, default_group
 
 
 class HookCall(NamedTuple):
-    """The flat parameter that a hook runs for, and the communicator of the ranks that reduce it."""
+    """The flat parameter for which a hook runs, and the communicator of the ranks that reduce its gradient."""
 
     name: str
     comm: Communicator
@@ -53,7 +52,7 @@ class CommHook:
 
     @property
     def name(self) -> str:
-        """The name of the function with its module: the same on ranks that have the same hook."""
+        """The name of the function with its module, the same on all ranks with the same hook."""
         named: Any = self.function
         while isinstance(named, partial):
             named = named.func
@@ -61,7 +60,7 @@ class CommHook:
         return f"{named.__module__}.{named.__qualname__}"
 
     def __deepcopy__(self, memo: Any) -> CommHook:
-        return self  # a copy of the model uses the same hook, which knows the ranks
+        return self  # copies of the model share the hook, whose state may contain process groups
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -70,13 +69,13 @@ class CommHook:
         )
 
     def reduce(self, gradient: Tensor, of: tuple[str, Communicator, int], dtype: torch.dtype) -> Tensor:
-        """Collective if the hook is. Return this rank's shard ``[n]`` of the average, of this dtype.
+        """Collective if the hook is collective. Return this rank's shard ``[n]`` of the average in `dtype`.
 
-        The gradient ``[world_size * n]`` is in the dtype of the reduction, before any division; the hook may overwrite
-        it. An error in the hook becomes a RuntimeError that contains the name of the flat parameter.
+        The gradient ``[world_size * n]`` is in the dtype of the reduction, before any division, and may be overwritten.
+        An error in the hook is raised as a RuntimeError that contains the name of the flat parameter.
         """
         call = HookCall(*of)
-        # Not zeros, and not what happens to be in memory: what a hook forgets to fill shall be noticed.
+        # Neither zeros nor uninitialized memory: NaN shows elements that the hook does not fill.
         shard = gradient.new_full((gradient.numel() // call.comm.world_size,), float("nan"))
         expected = _kind(shard)
         # The hook may call torch.distributed, where gloo matches messages by their order of arrival.
@@ -108,17 +107,17 @@ class CommHook:
 class AllReduceHook:
     """A user's function that modifies a shard's gradient in place after the reduction.
 
-    For example, it sums over additional replicas, which are not part of the unit's mesh.
+    For example, the function sums over additional replicas, which are not part of the unit's mesh.
     """
 
     function: Callable[[Tensor], None]  # called with this rank's shard of the averaged gradient, flat
-    stream: Any = None  # on which it runs; None means the present one
+    stream: Any = None  # the stream on which the function runs; None means the current stream
 
     def __deepcopy__(self, memo: Any) -> AllReduceHook:
-        return self  # it knows the ranks
+        return self  # the function may contain process groups
 
     def run(self, gradient: Tensor) -> Tensor:
-        """Collective, as far as the function is. Return the gradient that it has changed."""
+        """Collective if the function is collective. Return the modified gradient."""
         if self.stream is None:
             self.function(gradient)
             return gradient
@@ -132,27 +131,27 @@ class AllReduceHook:
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.device, bool, bool]:
-    """Return all that a hook may not change; the dtype it may."""
+    """Return the properties of a tensor that a hook must not change. A hook may change the dtype."""
     return tensor.shape, tensor.device, tensor.is_floating_point(), tensor.is_complex()
 
 
 def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Collective. Sum a tensor over the ranks, each of which receives its part. For use inside a hook.
+    """Collective. Sum a tensor over the ranks, and return this rank's part of the sum. For use inside a hook.
 
     Args:
         tensor: ``[world_size * n]``, with the same shape and dtype on every rank; it is sent in its dtype and may be
             overwritten.
-        group: the ranks; None means the ranks of the unit that the hook was called for.
-        dtype: the dtype of the result; None means the dtype of `tensor`. gloo computes the sum in the wider of the
-            two; other backends compute it in the dtype of `tensor`.
+        group: an optional process group (default: the ranks of the unit for which the hook was called).
+        dtype: the dtype of the result (default: the dtype of `tensor`). gloo computes the sum in the wider of the two
+            dtypes; other backends compute it in the dtype of `tensor`.
 
     Returns:
-        ``[n]``, the sum of elements ``rank * n`` to ``(rank + 1) * n``. It may share memory with `tensor`.
+        ``[n]``, the sum of elements ``rank * n`` to ``(rank + 1) * n``. The result may share memory with `tensor`.
 
     Raises:
         RuntimeError: outside of a hook, or if another rank did not answer.
-        TypeError: for a `group` that is no process group that this rank is in.
-        ValueError: for a tensor that cannot be divided into equal shards.
+        TypeError: if `group` is not a process group that contains this rank.
+        ValueError: if `tensor` cannot be divided into equal shards.
     """
     call = _running.get()
     if call is None:
@@ -164,24 +163,24 @@ def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtyp
     if tensor.dim() != 1 or tensor.numel() % comm.world_size:
         raise ValueError(f"a tensor of shape {list(tensor.shape)} cannot be cut into {comm.world_size} equal parts")
     if comm.is_read_in_place(tensor):
-        tensor = tensor.clone()  # the hook may write it when this returns
+        tensor = tensor.clone()  # the hook may write to `tensor` after this function returns
     return comm.reduce_scatter(tensor, f"reduce-scatter for {call.name}", call.tag, dtype).wait()
 
 
 def bf16_compress_hook(state: Group | None, gradient: Tensor, shard: Tensor) -> None:
-    """Collective. Average gradients that are sent in bfloat16, which takes half the bytes of float32.
+    """Collective. Average gradients that are sent in bfloat16, which requires half the bytes of float32.
 
     Each rank's gradient is rounded to bfloat16, with a relative error of at most 2**-8 per element. On gloo the
     rounded gradients are summed in float32, in the order of ranks. The error of the average is then at most 2**-8 of
     the average of the absolute values (in addition to the rounding of float32). NCCL and other backends add in
-    bfloat16, and round at each addition: up to ``world_size - 1`` times as much again. The result is then rounded to
-    the unit's reduce dtype.
+    bfloat16 and round after each addition, which adds up to ``world_size - 1`` times this error. The result is then
+    rounded to the unit's reduce dtype.
 
-    The range is the same as in float32, so gradients do not overflow and need no scaling. A single rank rounds its
-    gradients too.
+    The range is the same as in float32, so gradients do not overflow and require no scaling. Gradients are also
+    rounded if there is only a single rank.
 
     Args:
-        state: the process group to average over; None means the wrapper's group.
+        state: the process group to average over (default: the wrapper's group).
         gradient: ``[world_size * n]``, see `FullyShardedDataParallel.register_comm_hook`.
         shard: ``[n]``.
 

@@ -1,8 +1,8 @@
 """`Communicator` is the interface of all communication with other ranks, for every backend.
 
-The implementations that use `torch.distributed` are in `distributed.collectives`. This module contains the interface,
-the implementation for a single rank, and functions for users' process groups: their devices, and the defaults for
-groups that were not passed.
+This module contains the interface, the implementation for a single rank, and functions for users' process groups:
+devices, ranks, backends, and the default group. The implementations that use `torch.distributed` are in
+`distributed.collectives`.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from fsdp.distributed.devices import HOST, accelerator
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# By rank, one tensor after the other.
+# The tensors of a message, in order, by rank.
 Messages = Mapping[int, Sequence[Tensor]]
 
-# The subject of a message: the number of a handle (`Communicator.new_tag`), a word, or both. It is alike on all ranks,
-# while texts for people need not be.
+# The subject of a message: the number of a handle (`Communicator.new_tag`), a word, or both. Tags must be the same on
+# all ranks; descriptions for error messages need not be.
 Tag = int | str | tuple[int | str, ...]
 
 
 class Tags(NamedTuple):
-    """The number of a handle among all handles of its root, and its tags, which no other handle has.
+    """The number of a handle among all handles of its root, and its unique tags.
 
-    Tags tell the messages of collectives apart. They are alike on all ranks.
+    Tags distinguish the messages of different collectives. They are the same on all ranks.
     """
 
     number: int
-    gather: int  # on its communicator to all-gather from
-    reduce: int  # on the one to reduce over
-    replica: int  # on that along the replica axis
+    gather: int  # for all-gathers
+    reduce: int  # for reductions
+    replica: int  # along the replica axis
 
 
 def words_of(tag: Tag) -> tuple[int | str, ...]:
     return tag if isinstance(tag, tuple) else (tag,)
 
 
-# The public call that this thread is in, as users write it; empty in forward and backward.
+# The public call that this thread is executing, as users write it; empty during forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
-# For how long this thread waits for a work, if not as its group says.
+# The timeout for waits of this thread, if different from the group's timeout.
 _limit: ContextVar[tuple[timedelta, ...]] = ContextVar("_limit", default=())
 
 
-_MANY_TAGS = 1 << 20  # more than handles ever ask for
+_MANY_TAGS = 1 << 20  # more than all handles of a process use
 
 
 class Pending:
@@ -78,22 +78,22 @@ class Pending:
         self._failure: str | None = None
 
     def after(self, work: Any) -> Pending:
-        """The same, which besides waits for `work`."""
+        """Make `wait` first wait for `work`, and return this object."""
         self._works = [work, *self._works]
         return self
 
     def wait(self) -> Tensor:
         if self._failure is not None:
-            raise CollectiveError(self._failure)  # what is there is not all of it
+            raise CollectiveError(self._failure)  # the data is incomplete
         if self._result is not None:
             ends = [begin(self.what) for begin in wait_observers] if wait_observers else ()
             try:
                 finish(self._works, self.what)
-                # The sent tensor is referenced by `_result` until now, and not longer.
+                # Drop `_result`, which keeps the sent tensor alive until now.
                 self._works, result, self._result = (), self._result, None
                 self._arrived = result()
             except BaseException as error:
-                # A wait that was interrupted must be repeated: messages still arrive in memory that would be freed.
+                # An interrupted wait must be repeated: messages still arrive in the buffers, which would be freed.
                 if isinstance(error, RuntimeError) or self._result is None:
                     self._works, self._failure = (), str(error) or type(error).__name__
                 raise
@@ -102,21 +102,22 @@ class Pending:
         return self._arrived
 
 
-# Called before each wait for a collective, in the thread that waits, with its text; the results are called afterwards.
+# Each is called before a wait for a collective, in the waiting thread, with the collective's description. The returned
+# function is called after the wait.
 wait_observers: tuple[Callable[[str], Callable[[], None]], ...] = ()
 
 
 def after_use_of(sent: object, result: Tensor) -> Tensor:
-    """Return `result`; the argument `sent` keeps its memory until the collective that reads it is awaited."""
+    """Return `result`; the argument `sent` is kept alive until the collective that reads it is awaited."""
     return result
 
 
 class Communicator(ABC):
-    """The ranks of a group. Every method is collective over them."""
+    """The ranks of a group. Every method is collective over these ranks."""
 
-    peers_answer = True  # False where the other ranks are only simulated, so comparing with them means nothing.
-    sends_pieces = False  # True where it is up to us what goes from rank to rank, under the tag.
-    group: Any = None  # the process group, or the user's object in front of it; None where there is none
+    peers_answer = True  # False if the other ranks are only simulated, so comparisons with them are meaningless
+    sends_pieces = False  # True if the library itself sends messages between ranks, with tags
+    group: Any = None  # the process group, or the user's object that wraps it; None without a group
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -125,22 +126,22 @@ class Communicator(ABC):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The numbers of the ranks, in order; of the user's own groups, those that are known."""
+        """The global ranks of the group, in order; see `ranks_of` for users' objects."""
         return ranks_of(self.group)
 
     def new_tag(self) -> int:
-        """Return a tag for a handle. Every rank of the group must call this method equally often."""
+        """Return a new tag for a handle. Every rank of the group must call this method the same number of times."""
         return next(self._tags)
 
     def take_order(self) -> int:
-        """Return a checksum of the all-gathers since the last call, by their tags; 0 where the tags are sent.
+        """Return a checksum of the tags of all all-gathers since the last call; 0 if the tags are sent.
 
         Ranks with the same all-gathers in the same order get the same checksum.
         """
         return 0
 
-    def note_order(self, tag: Tag) -> None:  # noqa: B027 (where ranks are alone there is no order)
-        """Count an all-gather whose tag is not sent, for `take_order`."""
+    def note_order(self, tag: Tag) -> None:  # noqa: B027 (a single rank has no order to compare)
+        """Add an all-gather to the checksum of `take_order`, if its tag is not sent."""
 
     def restart_tags(self) -> None:
         """Continue with the same tags on all ranks, even if the ranks have created different numbers of tags."""
@@ -148,87 +149,84 @@ class Communicator(ABC):
 
     @property
     def on_host(self) -> Communicator:
-        """The communicator of the same ranks for CPU tensors. Its first use is collective.
+        """The communicator of the same ranks for CPU tensors. The first access is collective.
 
         Small tensors are exchanged on the CPU, so that the host does not wait for a device.
         """
         return self
 
     def for_device(self, device: torch.device) -> Communicator:
-        """The way to the same ranks for tensors on another device."""
+        """Return the communicator of the same ranks for tensors on another device."""
         return self
 
     def apart(self) -> Communicator:
-        """Return a separate communicator of the same ranks for CPU tensors, for a thread; collective the first time."""
+        """Return a separate communicator of the same ranks, for a thread on the CPU. The first call is collective."""
         return self
 
-    def share_memory(self, nbytes: int) -> None:  # noqa: B027 (of most backends nothing)
-        """Collective. Messages will have up to so many bytes: send them through shared memory, if ranks have it."""
+    def share_memory(self, nbytes: int) -> None:  # noqa: B027 (most backends ignore it)
+        """Collective. Prepare to send messages of up to `nbytes` through shared memory, if all ranks support it."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory ``[numel]`` for a tensor that will be reduced."""
+        """Return an uninitialized tensor ``[numel]`` that will be reduced."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def is_read_in_place(self, tensor: Tensor) -> bool:
-        """Return whether other ranks read a reduced tensor itself, maybe after its reduction has returned here."""
+        """Return whether other ranks read `tensor` directly, maybe after its reduction has returned on this rank."""
         return False
 
-    def give_up(self) -> None:  # noqa: B027 (a device that waits for others can't be told)
-        """End current and later waits of this rank with an error, if the host waits: with gloo."""
+    def give_up(self) -> None:  # noqa: B027 (a wait on an accelerator's stream cannot be ended)
+        """Abort current and later waits of this rank with an error, if the host waits (with gloo)."""
 
-    def ensure_connected(self) -> None:  # noqa: B027 (there always is, but after unpickling)
-        """Raise RuntimeError if there is no way to the ranks."""
+    def ensure_connected(self) -> None:  # noqa: B027 (only unpickled communicators are not connected)
+        """Raise RuntimeError if the ranks cannot be reached."""
 
     def __deepcopy__(self, memo: Any) -> Communicator:
-        return self  # the ranks are the same ones
+        return self  # copies use the same ranks
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return MissingRanks, (self.rank, self.world_size)
 
     @abstractmethod
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
-        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`.
+        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, of the same dtype.
 
-        Both have the same dtype.
+        `shard` must not change until `settle` has returned.
         """
 
     @abstractmethod
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
-        """Sum `full` ``[world_size * n]`` over the ranks; the result of `wait` is this rank's ``[n]`` of it.
+        """Sum `full` ``[world_size * n]`` over the ranks; `wait` returns this rank's part ``[n]`` of the sum.
 
-        The tensor is sent in its dtype. The result is of `dtype` (None: the same), in which the library sums if the
-        backend does not. `full` must not be used until `wait` has returned, and may share memory with the result; if
-        it `is_read_in_place`, it must not be written any more.
+        `full` is sent in its dtype. The result has dtype `dtype` (default: the same); the sum is computed in the wider
+        dtype, or by the backend. `full` must not be used until `wait` has returned, and may share memory with the
+        result. If `is_read_in_place(full)`, it must never be written again.
         """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
-        """Reduce `tensor` in place by "sum" or "max".
-
-        The tensor is small. Its description `what` must be the same on all ranks.
-        """
+        """Reduce a small tensor in place by "sum" or "max". The description `what` must be the same on all ranks."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Pending:
         """Overwrite `tensor` in place with the tensor of the group's first rank."""
 
-    def meet(self, what: str, tag: Tag) -> None:  # noqa: B027 (without tags there is nothing that ranks could tell)
+    def meet(self, what: str, tag: Tag) -> None:  # noqa: B027 (without tags there is nothing to compare)
         """Block until all ranks reach the same operation, before communication without tags."""
 
     @abstractmethod
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         """Send tensors to some ranks and receive tensors from some ranks, independently of all other ranks.
 
-        Each message has two ranks that name each other, with tensors of equal sizes in the same order. On accelerators
-        the first call is collective, if the ranks have communicated nothing before: ranks without messages make it too.
-        All tensors are contiguous. The result of `wait` has no meaning; sent tensors must not change until `settle`.
+        For each message, the sender and the receiver must pass tensors of equal sizes in the same order. All tensors
+        must be contiguous, and sent tensors must not change until `settle`. The result of `wait` has no meaning. On
+        accelerators, a first call without previous communication is collective, also for ranks without messages.
         """
 
     def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:
-        """Send each rank its tensor ``[n]``; `wait` returns the result of `then` for the received tensors.
+        """Send each rank a tensor ``[n]``; `wait` returns the result of `then` for the received tensors.
 
-        `then` receives a tensor of each rank, including this rank, in their order. The tensors must not be used until
-        `wait` returns.
+        `then` is called with a tensor from each rank, including this rank, in rank order. The tensors of `outgoing`
+        must not be used until `wait` returns.
         """
         received = [each if rank == self.rank else torch.empty_like(each) for rank, each in enumerate(outgoing)]
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -238,18 +236,18 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, of any length, in rank order; blocks.
+        """Block, and return every rank's payload in rank order. Payloads may have any length.
 
         Raises:
-            RuntimeError: on every rank, if they are in different public calls (`during`) and the backend has tags.
+            RuntimeError: on every rank, if the ranks are in different public calls (`during`) and the backend has tags.
         """
 
-    def settle(self) -> None:  # noqa: B027 (where sending is part of the collective nothing is left to settle)
-        """Block until peers have taken all that this rank sent, so that shards may be written again."""
+    def settle(self) -> None:  # noqa: B027 (on most backends, a complete collective has sent everything)
+        """Block until peers have received all data that this rank sent, so that shards may be written again."""
 
 
 class MissingRanks(Communicator):
-    """A group that was pickled: its size and this rank are known, the way there is not."""
+    """The communicator of an unpickled model: rank and world size are known, but there is no process group."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -299,9 +297,9 @@ LONE_RANK = LoneRank()
 
 
 class OtherRankError(RuntimeError):
-    """A function of all ranks cannot continue, because another rank has raised an error, whose text the message has.
+    """A collective function cannot continue because another rank has raised an error. The message contains its text.
 
-    The rank with the error raises the error itself, of its own class.
+    The failed rank raises the original error instead.
     """
 
 
@@ -309,22 +307,22 @@ class DifferentCallsError(RuntimeError):
     """Ranks are in different calls of this library; every rank of the communicator raises it."""
 
     def __str__(self) -> str:
-        return f"rank {own_rank()}: {super().__str__()}"  # also where another rank has found it
+        return f"rank {own_rank()}: {super().__str__()}"  # may be raised on another rank than created
 
 
 class CollectiveError(OtherRankError):
-    """A collective did not complete, because another rank has raised an error, has ended, or does not come.
+    """A collective did not complete because another rank raised an error, ended, or did not make the same call.
 
-    The message has the reason and the positions of the ranks, as far as they are known. See `set_watchdog`.
+    The message contains the reason and the positions of the ranks, if known. See `set_watchdog`.
     """
 
 
 class DamagedMessageError(RuntimeError):
-    """A message has arrived with other bits than it was sent with, see `check_messages`."""
+    """The received bits of a message differ from the sent bits, see `check_messages`."""
 
 
 class ClosedConnectionError(RuntimeError):
-    """A rank has closed its connection to this one, or its process has ended."""
+    """A rank has closed its connection to this rank, or its process has ended."""
 
     def __init__(self, text: str, rank: int) -> None:
         super().__init__(text)
@@ -332,24 +330,23 @@ class ClosedConnectionError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """A collective that a thread of this rank waits in, the public call that it is in, and since when."""
+    """A collective that a thread of this rank waits for, the current public call, and the start time of the wait."""
 
     what: str
     call: str
     since: float
 
 
-# For the watchdog: by thread, what this rank waits in now, and when its last wait has ended; and how long waits of
-# threads beside the main one (True) and of that itself take, in seconds: the longest of late, since one of a thousand
-# waits ago counts for a third.
+# For the watchdog: the current wait and the end of the last wait, by thread; and the longest recent wait in seconds, of
+# other threads (True) and of the main thread (False). Old waits decay: after a thousand waits, they count for a third.
 waits: dict[int, Wait] = {}
 _resumed: dict[int, float] = {}
 longest = {False: 0.0, True: 0.0}
-_awaited: dict[int, Sequence[Any]] = {}  # by thread, the works that it waits for
-_LONG = 10.0  # seconds between two waits, of which no more count: a rank may pause for hours
+_awaited: dict[int, Sequence[Any]] = {}  # the awaited works, by thread
+_LONG = 10.0  # the maximum time between two waits that is counted, in seconds: a rank may pause for hours
 
 
-main_threads = {threading.main_thread().ident}  # and those of ranks that are threads (`fsdp.testing`)
+main_threads = {threading.main_thread().ident}  # also the main threads of simulated ranks (`fsdp.testing`)
 
 
 def is_aside(thread: int) -> bool:
@@ -358,7 +355,7 @@ def is_aside(thread: int) -> bool:
 
 
 def awaited_by(thread: int) -> list[int]:
-    """Return the ranks whose messages a thread waits for; none if they are unknown."""
+    """Return the ranks whose messages a thread waits for; empty if unknown."""
     senders = {getattr(work, "sender", None) for work in _awaited.get(thread, ())}
     return sorted(rank for rank in senders if isinstance(rank, int))
 
@@ -369,9 +366,9 @@ def explain(closed_by: int | None) -> str:
 
 
 def finish(works: Sequence[Any], what: str) -> None:
-    """Wait for works of `torch.distributed`; raise an error, with the known cause, if any of them did not complete."""
+    """Wait for works of `torch.distributed`; if any did not complete, raise an error that contains the known cause."""
     thread, since = threading.get_ident(), time.monotonic()
-    beside = thread not in main_threads  # `is_aside`, for each message
+    beside = thread not in main_threads  # `is_aside` inlined: this runs for every message
     waits[thread], _awaited[thread] = Wait(what, _call.get(), since), works
     try:
         limit = _limit.get()
@@ -383,14 +380,14 @@ def finish(works: Sequence[Any], what: str) -> None:
     finally:
         del waits[thread], _awaited[thread]
     now = time.monotonic()
-    # Where much is computed between two waits, ranks come apart by more.
+    # After long computation between two waits, ranks may be further apart.
     since_last = 0.0 if beside else min(now - _resumed.get(thread, since), _LONG)
     longest[beside] = max(0.999 * longest[beside], now - since, since_last / 2)
     _resumed[thread] = now
 
 
 def measure_anew() -> None:
-    """Forget how long waits have taken."""
+    """Reset the measured durations of waits."""
     longest.update(dict.fromkeys(longest, 0.0))
     _resumed.clear()
 
@@ -419,10 +416,10 @@ def incomplete(what: str, error: RuntimeError) -> RuntimeError:
 
 @contextmanager
 def after_closing() -> Iterator[None]:
-    """Skip all waits of this thread inside the context: connections are closed, and no more messages arrive.
+    """Skip all waits of this thread in the context, because connections are closed and no more messages arrive.
 
-    gloo (seen in torch 2.13) does not complete a message that a peer had requested and not received before it closed
-    its connection: such a wait would end with the timeout of the group.
+    gloo (seen in torch 2.13) never completes a message if the peer has requested it and then closed the connection.
+    Without this context, such a wait would end with the group's timeout.
     """
     token = _limit.set((timedelta(milliseconds=1),))
     try:
@@ -434,18 +431,18 @@ def after_closing() -> Iterator[None]:
 def uncompiled(function: _Function) -> _Function:
     """Exclude a function, and all functions that it calls, from compilation: it moves data, or examines all models.
 
-    The effect is the same as `torch.compiler.disable`, which takes seconds to import and has a slower wrapper.
+    The effect is the same as with `torch.compiler.disable`, which takes seconds to import and has a slower wrapper.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
-    skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 to 2.15)
+    skip = eval_frame._FrameAction.SKIP  # private; `torch.compiler.disable` uses the same (torch 2.11 to 2.15)
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
 
 
-class during:  # noqa: N801 (a word, as `contextlib.suppress`)
-    """Add the outermost public call that this rank is in, as users write it, to errors inside the context.
+class during:  # noqa: N801 (lower case like `contextlib.suppress`)
+    """Context manager and decorator that adds the outermost public call, as users write it, to errors inside.
 
-    It is a decorator too. Calls of a decorated function are not compiled, because compilers cannot trace collectives.
+    Calls of a decorated function are not compiled, because compilers cannot trace collectives.
     """
 
     def __init__(self, call: str) -> None:
@@ -468,25 +465,26 @@ class during:  # noqa: N801 (a word, as `contextlib.suppress`)
 
 
 def present_call() -> str:
-    """The public call that this thread is in."""
+    """Return the public call that this thread is executing; empty during forward and backward."""
     return _call.get()
 
 
 def in_stage(stage: str, what: str, tag: Tag) -> tuple[str, Tag]:
-    """Return the description and the tag of a collective, with the pass or the public call that this rank is in.
+    """Return the description and tag of a collective, extended by the current pass or public call of this rank.
 
-    So ranks in different passes or calls do not receive each other's messages. Errors report the call separately.
+    Ranks in different passes or calls therefore do not receive each other's messages. Errors report the call
+    separately.
 
     Args:
         stage: the current or last pass of a model; empty if ranks may be in different passes and calls.
-        what, tag: the description and tag of the collective, in any pass.
+        what, tag: the description and tag of the collective, without the pass.
     """
     call = _call.get()
     return f"{what} in {stage}" if stage and not call else what, (*words_of(tag), call or stage) if stage else tag
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
+    """Format ranks as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -500,38 +498,38 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def some_of(names: Iterable[object], most: int = 5) -> str:
-    """Return the first of some names, as "a, b and 3 more"."""
+    """Format the first `most` names, as "a, b and 3 more"."""
     texts = list(map(str, names))
     return ", ".join(texts[:most]) + f" and {len(texts) - most} more" * (len(texts) > most)
 
 
 def own_rank() -> int:
-    """This rank's number among all, for errors."""
+    """Return the global rank of this process for error messages; 0 without `torch.distributed`."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def labelled(what: str, name: str, function: Callable[..., _Result], *args: Any) -> _Result:
-    """Return the result of a function, which a profiler shows as ``FSDP::all_gather (layers.3)``."""
-    # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 to 2.15)
+    """Return the result of a function, which profilers show as a range ``FSDP::all_gather (layers.3)``."""
+    # private, as in torch's code: without a profiler, `record_function` still takes 5 us (torch 2.11 to 2.15)
     if not torch.autograd._profiler_enabled():
         return function(*args)
     with record_function(f"FSDP::{what} ({name})"):
         return function(*args)
 
 
-# Profilers whose ranges are a stack: one that begins in a hook of backward, and ends in another, would end others.
+# The ranges of these profilers form a stack. A range from one backward hook to another would end a different range.
 _STACKS = (torch._C._profiler.ActiveProfilerType.NVTX, torch._C._profiler.ActiveProfilerType.ITT)
 
 
 def begin_range(what: str, name: str) -> record_function | None:
-    """Return a range as in `labelled`, which its `__exit__` ends; None without a profiler that can show it."""
+    """Start a range as in `labelled`; the caller must end it by `__exit__`. None without a suitable profiler."""
     if not torch.autograd._profiler_enabled() or torch._C._autograd._profiler_type() in _STACKS:
         return None
     return record_function(f"FSDP::{what} ({name})").__enter__()
 
 
 class _Forked:
-    """Stands for a process group in a child that was forked from a rank: the connections are the parent's."""
+    """Replaces a process group in a process that was forked from a rank: the connections belong to the parent."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -550,11 +548,11 @@ def _leave_groups_to_parent() -> None:
 
 
 def made_once_for_groups() -> dict[Any, Any]:
-    """Return a dictionary for objects created once per process group; it is cleared when the process ends.
+    """Return a dictionary for objects that are created once per process group; it is cleared when the process ends.
 
-    A thread of gloo may still have to free a tensor of a user's last collective, for which it needs the GIL. The
-    destructor of a group waits for its threads; if it runs at the shutdown of the interpreter, when no thread can
-    acquire the GIL, the process is aborted ("terminate called without an active exception", torch 2.13).
+    A gloo thread needs the GIL to free a tensor of a user's last collective. The destructor of a group waits for its
+    threads. If the destructor runs during interpreter shutdown, when no thread can acquire the GIL, the process is
+    aborted ("terminate called without an active exception", torch 2.13).
     """
     made: dict[Any, Any] = {}
     _made.append(made)
@@ -562,7 +560,7 @@ def made_once_for_groups() -> dict[Any, Any]:
 
 
 def once_for_groups(function: _Function) -> _Function:
-    """Call a function once for the same arguments, process groups among them; see `made_once_for_groups`."""
+    """Cache the results of a function whose arguments include process groups; see `made_once_for_groups`."""
     known = made_once_for_groups()
 
     @wraps(function)
@@ -580,14 +578,14 @@ _before_end: list[Callable[[], None]] = []
 
 
 def before_groups_end(function: Callable[[], None]) -> None:
-    """Call a function when the process ends, while it still has its process groups."""
+    """Register a function to be called when the process ends, before its process groups are released."""
     watch_process()
     _before_end.append(function)
 
 
 @cache
 def watch_process() -> None:
-    """Register for the end of the process, and for forks of it. Done when the first process group is used."""
+    """Register handlers for the end of the process and for forks, when the first process group is used."""
     atexit.register(_let_groups_go)
     os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
@@ -605,12 +603,12 @@ def _parts(key: Any) -> tuple[Any, ...]:
 
 
 def forget_destroyed_groups() -> None:
-    """Delete the objects for groups that torch no longer knows, with their threads, files and memory.
+    """Delete the objects for destroyed groups, with their threads, files and memory.
 
-    Models that live on keep what they use.
+    Models that still exist keep the objects that they use.
     """
     if len(main_threads) > 1:
-        return  # torch knows the groups of one of these ranks at a time
+        return  # ranks are threads, and torch knows the groups of only one rank at a time
     groups = {
         part for made in _made for key in list(made) for part in _parts(key) if isinstance(part, dist.ProcessGroup)
     }
@@ -620,31 +618,31 @@ def forget_destroyed_groups() -> None:
     forget_groups({*ended, *ways.values()})
 
 
-# The ways to the ranks of process groups, by group and device: made in `collectives`.
+# All communicators, by group and device type; `collectives.communicator` creates them.
 communicators: dict[tuple[Any, str, type, bool], Any] = made_once_for_groups()
-of_destroyed: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # the same, while models have them
+of_destroyed: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # those of destroyed groups that models still use
 
 
 def _let_groups_go() -> None:
-    """Leave models that live until the end without their groups; see `made_once_for_groups`."""
+    """Release the process groups of models that exist until the process ends; see `made_once_for_groups`."""
     for function in _before_end:
         function()
     for comm in [*communicators.values(), *of_destroyed.values()]:
         comm.group = None
     for made in _made:
         made.clear()
-    gc.collect()  # models that nobody has any more, and that are full of cycles, hold their groups too
+    gc.collect()  # unreferenced models with reference cycles hold their groups too
 
 
 class Group(Protocol):
-    """The required interface of a process group; for a single rank, a dummy with these two methods suffices."""
+    """The required interface of a process group; for a single rank, an object with these two methods suffices."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
 
 
 def behind(group: Any) -> Any:
-    """Return the group of torch: `group` itself, or the group that a user's object wraps."""
+    """Return torch's process group: `group` itself, or the group that a user's object wraps."""
     if dist.is_available() and not isinstance(group, dist.ProcessGroup):
         held = getattr(group, "__dict__", {}).values()
         return next((each for each in held if isinstance(each, dist.ProcessGroup)), group)
@@ -652,7 +650,7 @@ def behind(group: Any) -> Any:
 
 
 def ranks_of(group: Any) -> Sequence[int]:
-    """Return the numbers of a group's ranks, in its order; for users' objects, the numbers that can be determined."""
+    """Return the global ranks of a group in its order; empty if they cannot be determined for a user's object."""
     try:
         return dist.get_process_group_ranks(behind(group))
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
@@ -660,19 +658,19 @@ def ranks_of(group: Any) -> Sequence[int]:
 
 
 def ranks_of_groups() -> list[list[int]]:
-    """Return the ranks of each group that there is a way to."""
+    """Return the sorted global ranks of each group that has a communicator."""
     found = dict.fromkeys(tuple(sorted(ranks_of(one.group))) for one in list(communicators.values()))
     return [list(ranks) for ranks in found if ranks]
 
 
 def communicators_among(ranks: Iterable[int]) -> list[Communicator]:
-    """Return the ways to groups of which these ranks are all."""
+    """Return the communicators of all groups that consist only of the given ranks."""
     members = [(set(ranks_of(one.group)), one) for one in list(communicators.values())]
     return [one for found, one in members if found and found.issubset(ranks)]
 
 
 def backend_names(group: Any) -> dict[str, str]:
-    """Backend by device type, e.g. ``{"cpu": "gloo", "cuda": "nccl"}``; empty for a proxy that torch doesn't know."""
+    """Return the backend by device type, e.g. ``{"cpu": "gloo", "cuda": "nccl"}``; empty if torch does not know it."""
     try:
         config = dist.get_backend_config(behind(group))
     except (ValueError, RuntimeError, AttributeError, TypeError):
@@ -681,7 +679,7 @@ def backend_names(group: Any) -> dict[str, str]:
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return the timeout of a group, for groups that the library creates of its ranks; None if it is unknown."""
+    """Return the timeout of a group, which the library uses for derived groups; None if unknown."""
     known = behind(group)
     try:
         return cast(timedelta, known._get_backend(known._device_types[0]).options._timeout)  # private (2.11 to 2.15)
@@ -690,10 +688,10 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def number_of_groups() -> int:
-    """Return the number by which torch names the next group that only its members create.
+    """Return the number that torch uses in the name of the next group that only its members create.
 
-    This number is private in torch (seen in 2.11 to 2.15): before 2.14 the groups that this rank is in, and since then
-    all that it has taken part in creating. The result is -1 if torch stores the number elsewhere.
+    The number is private in torch (seen in 2.11 to 2.15). Before 2.14 it counts the groups of this rank, and since
+    then all groups that this rank took part in creating. Returns -1 if torch stores the number elsewhere.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     if torch.__version__ >= "2.14":
@@ -702,7 +700,7 @@ def number_of_groups() -> int:
 
 
 def default_group(group: Group | None) -> Group:
-    """Return `group`, or the group of all ranks; without a group, raise an error that explains how to create it."""
+    """Return `group`, or by default the group of all ranks; if there is none, raise an error with instructions."""
     if group is not None:
         if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
             raise TypeError(
@@ -721,7 +719,7 @@ def default_group(group: Group | None) -> Group:
 
 
 def served_device(group: Group) -> torch.device:
-    """Return the default compute device: the current accelerator if `group` supports it, else the CPU."""
+    """Return the default compute device: the current accelerator if `group` has a backend for it, else the CPU."""
     device = accelerator()
     return HOST if device is None or device.type not in backend_names(group) else device
 
@@ -731,11 +729,11 @@ def summed(
 ) -> Generator[None, None, Tensor]:
     """Collective, in stages. Return the sum of all ranks' tensors ``[n]``, with the same bits on all ranks.
 
-    Each rank sends 2 (W - 1) / W of the tensor's bytes, as in a ring.
+    Each rank sends 2 (W - 1) / W of the tensor's bytes, as in a ring all-reduce.
 
     Args:
-        comm: the ranks.
-        tensor: may be overwritten.
+        comm: the communicator of the ranks.
+        tensor: the summand of this rank; it may be overwritten.
         dtype: the dtype in which the tensor is sent.
         what, tag: see `Communicator`.
     """
@@ -758,7 +756,7 @@ def summed(
 
 
 def completed(stages: Generator[None, None, Tensor]) -> Tensor:
-    """Return the result of a collective in stages, without anything between the stages."""
+    """Run a collective in stages to its end without a pause, and return its result."""
     while True:
         try:
             next(stages)
@@ -770,7 +768,7 @@ def completed(stages: Generator[None, None, Tensor]) -> Tensor:
 def reduced_scattered(
     comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
 ) -> Generator[None, None, Tensor]:
-    """Collective, in stages. This rank's part ``[n / W]`` of the sum of all ranks' tensors ``[n]``; see `summed`."""
+    """Collective, in stages. Return this rank's part ``[n / W]`` of the sum of tensors ``[n]``; see `summed`."""
     pending = comm.reduce_scatter(tensor.to(dtype), what, tag, tensor.dtype)
     del tensor
     yield

@@ -1,7 +1,7 @@
-"""Ranks exchange values or outcomes, to continue together or to raise an error together.
+"""Ranks exchange values or outcomes, so that all ranks continue or all ranks raise an error.
 
-These functions compare values of ranks, and run operations that may fail on a rank. All ranks receive all outcomes, so
-no rank raises an error while other ranks wait for it in a collective until they time out.
+These functions compare values across ranks, and run operations that may fail on a rank. All ranks receive all outcomes.
+Therefore a rank never raises an error while other ranks wait for that rank in a collective, until a timeout.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fsdp.distributed.communicator import (
 
 _T = TypeVar("_T")
 _Told = TypeVar("_Told")
-# Over each in turn, all that hold a shard of something are reached: those that share it, and then their replicas.
+# Communicators that together reach all ranks with a shard of a unit: first the ranks of a replica, then the replicas.
 Ranks = Sequence[Communicator]
 
 
 def peers_answer(ranks: Ranks) -> bool:
-    """Return whether other ranks exist; they may only be simulated."""
+    """Return whether the other ranks exist, instead of being only simulated."""
     return all(comm.peers_answer for comm in ranks)
 
 
@@ -42,7 +42,7 @@ def size_of(ranks: Ranks) -> int:
 
 
 def number_among(ranks: Ranks) -> int:
-    """Return which of the values of `from_everyone` is this rank's."""
+    """Return the index of this rank's value in the result of `from_everyone`."""
     number = 0
     for comm in reversed(ranks):
         number = number * comm.world_size + comm.rank
@@ -50,9 +50,9 @@ def number_among(ranks: Ranks) -> int:
 
 
 def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
-    """Collective. Return the pickled values of all ranks that `ranks` reach in turn; the first varies fastest.
+    """Collective. Return the values of all ranks; the index in the first communicator of `ranks` varies fastest.
 
-    Ranks that are only simulated have the value of this rank.
+    Values are pickled. Ranks that are only simulated have the value of this rank.
 
     Raises:
         DifferentCallsError: on all these ranks, if any of them are in different calls.
@@ -65,7 +65,7 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
         try:
             heard = [pickle.loads(each) for each in comm.all_gather_bytes(pickle.dumps(different or values))]
         except DifferentCallsError as error:
-            different = different or error  # passed on to the next communicator, whose ranks wait for this rank
+            different = different or error  # sent over the next communicator, whose ranks wait for this rank
         except RuntimeError:
             if different is None:
                 raise
@@ -78,10 +78,10 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
 
 
 def new_group(ranks: Ranks, members: Sequence[int], backend: str | None = None) -> Any:
-    """Collective over `ranks`. Return a new group of those of them that are `members`, which must include this rank.
+    """Collective over `ranks`. Return a new group of `members`, a subset of `ranks` that includes this rank.
 
-    torch names a group that only its members create by a number of groups, and ranks with different names would wait
-    for each other. So ranks with a smaller number than others first create groups of their own.
+    torch names such a group, which only its members create, by a count of groups. Ranks with different names would wait
+    for each other. Ranks with smaller counts therefore first create groups of a single rank.
     """
     own, timeout = number_of_groups(), next(filter(None, (timeout_of(comm.group) for comm in ranks)), None)
     for _ in range(max(from_everyone(ranks, own)) - own):
@@ -92,10 +92,10 @@ def new_group(ranks: Ranks, members: Sequence[int], backend: str | None = None) 
 
 @contextmanager
 def _without_device(world: Any) -> Iterator[None]:
-    """Let new groups connect by themselves.
+    """Create new groups in this context with separate connections.
 
-    If the group of all ranks was made with a ``device_id``, torch (seen in 2.11 to 2.15) splits its NCCL communicator
-    for each new group. All ranks must take part in that, and members of the new group would wait for the others.
+    If the group of all ranks was created with a ``device_id``, torch (seen in 2.11 to 2.15) splits its NCCL
+    communicator for each new group. All ranks must take part in a split, so members would wait for all other ranks.
     """
     device, world.bound_device_id = world.bound_device_id, None
     try:
@@ -105,32 +105,31 @@ def _without_device(world: Any) -> Iterator[None]:
 
 
 def numbers_of(ranks: Ranks) -> list[int]:
-    """Collective. Return the ranks' numbers among all, for messages, in the order of `from_everyone`."""
+    """Collective. Return the global rank of each rank, for error messages, in the order of `from_everyone`."""
     return from_everyone(ranks, own_rank())
 
 
 def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
     """Collective. Overwrite a contiguous tensor with the tensor of the first rank of `ranks`, and return it."""
-    for comm in reversed(ranks):  # so that the first rank of each group has it when it sends its own
+    for comm in reversed(ranks):  # so that the first rank of each group has the tensor before it broadcasts
         if comm.world_size > 1 and tensor.numel():
             comm.broadcast(tensor.view(-1).view(torch.uint8)).wait()
     return tensor
 
 
 def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
-    """Collective. Raise RuntimeError if the ranks have different `things`, compared by name.
+    """Collective. Raise RuntimeError if the ranks have different `things`, compared by `name`.
 
-    The error includes the first rank that differs from rank 0, and the things of both ranks, as `shown` or else as the
-    name.
+    The error contains the first rank that differs from the first of all ranks, and `shown` (default: `name`) of both.
     """
     require_same(ranks, things, from_everyone(ranks, (name, shown or name)))
 
 
 def require_same(ranks: Ranks, things: str, heard: Sequence[tuple[str, str]]) -> None:
-    """Raise as `agree_on`, given the names and texts of all ranks. Collective only if they differ."""
+    """Raise an error like `agree_on`, given the names and texts of all ranks. Collective only if they differ."""
     for number, (other, text) in enumerate(heard):
         if other != heard[0][0]:
-            numbers = numbers_of(ranks)  # all ranks are here
+            numbers = numbers_of(ranks)  # all ranks detect the same difference, and make this call
             raise RuntimeError(
                 f"rank {own_rank()}: the ranks have different {things}: rank {numbers[0]} has {heard[0][1]} and rank "
                 f"{numbers[number]} has {text}. Every rank must have the same."
@@ -140,12 +139,12 @@ def require_same(ranks: Ranks, things: str, heard: Sequence[tuple[str, str]]) ->
 def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | None) -> None:
     """Collective. Return only if the operation has succeeded on all ranks.
 
-    A rank that has an `error` raises it, and the other ranks raise a RuntimeError that contains the first of these
-    ranks. With several communicators in `everyone`, outcomes are passed from each to the next.
+    A rank with an `error` raises this error; all other ranks raise an OtherRankError with the text of the first error.
+    `everyone` may contain multiple groups of ranks: an outcome of one group is sent to the next.
     """
     heard = ""
     for ranks in everyone:
-        # also told by ranks that have heard of an error: the others wait for them
+        # also after an error in an earlier group, because the ranks of this group wait for this rank
         heard = next(filter(None, from_everyone(ranks, heard if error is None else _text_of(error, what))), "")
     _raise(error, heard)
 
@@ -162,7 +161,7 @@ def _raise(error: Exception | None, heard: str) -> None:
 
 
 def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> _T:
-    """Collective. Return the result of `job` if it raises on no rank; otherwise raise as `agree_on_outcome`."""
+    """Collective. Return the result of `job` if no rank raises an error; otherwise raise like `agree_on_outcome`."""
     try:
         result = job()
     except Exception as error:
@@ -173,9 +172,9 @@ def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> 
 
 
 def told_by_all(ranks: Ranks, what: str, job: Callable[[], tuple[_T, _Told]]) -> tuple[_T, list[_Told]]:
-    """Collective. Return a first result of `job`, and the second result on all ranks, in the order of `from_everyone`.
+    """Collective. Return the first result of `job`, and the second results of all ranks, as ordered by `from_everyone`.
 
-    Outcomes and results are exchanged at once; if `job` raises on a rank, all ranks raise as `agree_on_outcome`.
+    A single exchange sends outcomes and results; if `job` raises on a rank, all ranks raise like `agree_on_outcome`.
     """
     error, text, result, pickled = None, "", None, b""
     try:

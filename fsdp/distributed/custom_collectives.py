@@ -1,7 +1,7 @@
-"""`CustomAllGather` and `CustomReduceScatter` are communicators in which a user's own object does the collective.
+"""`CustomAllGather` and `CustomReduceScatter` are communicators that use a user's object for the collective.
 
-The objects have the interface of torch's ``AllGather`` and ``ReduceScatter`` (`torch.distributed.fsdp`): they allocate
-the tensors that are sent and received, and are called with them.
+The objects implement the interface of torch's ``AllGather`` and ``ReduceScatter`` (`torch.distributed.fsdp`): they
+allocate the tensors that are sent and received, and are then called with these tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Collective(Protocol):
     """A user's all-gather or reduce-scatter."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor to send or to receive."""
+        """Return a tensor for sending or receiving."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Any:
-        """Start the collective, and return its work; None if it has finished. A reduce-scatter receives the `op`."""
+        """Start the collective and return its work, or None if it is complete. `op` is passed to a reduce-scatter."""
 
 
 class InFront(Communicator):
@@ -37,10 +37,10 @@ class InFront(Communicator):
 
     @classmethod
     def of(cls, comm: Communicator, collective: Any) -> Communicator:
-        """Return a communicator that uses `collective`, also in place of another custom collective of its class.
+        """Return a communicator that uses `collective`, and replaces a custom collective of the same class in `comm`.
 
         Raises:
-            RuntimeError: if `comm` has another class of collective.
+            RuntimeError: if `comm` uses a custom collective of another class.
         """
         if isinstance(comm, InFront) and not isinstance(comm, cls):
             raise RuntimeError(
@@ -50,7 +50,7 @@ class InFront(Communicator):
         return cls(_behind(comm), collective)
 
     def new_tag(self) -> int:
-        return self._behind.new_tag()  # the two send to the same ranks
+        return self._behind.new_tag()  # both communicators send to the same ranks
 
     def take_order(self) -> int:
         return self._behind.take_order()
@@ -100,7 +100,7 @@ class InFront(Communicator):
 
 
 class CustomAllGather(InFront):
-    """A communicator in which a user's object all-gathers."""
+    """A communicator that uses a user's object for all-gathers."""
 
     def __init__(self, behind: Communicator, collective: Any) -> None:
         super().__init__(behind, collective)
@@ -115,7 +115,7 @@ class CustomAllGather(InFront):
 
 
 class CustomReduceScatter(InFront):
-    """A communicator in which a user's object sums gradients."""
+    """A communicator that uses a user's object for reduce-scatters."""
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         sent = self._collective.allocate((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
@@ -128,7 +128,7 @@ class CustomReduceScatter(InFront):
 
 
 def moved(comm: Communicator, to: Communicator) -> Communicator:
-    """Return the communicator `to`, with the user's collectives of `comm`, if it has any."""
+    """Return the communicator `to` with the custom collective of `comm`, if any."""
     return type(comm).of(_behind(to), comm._collective) if isinstance(comm, InFront) else _behind(to)
 
 

@@ -29,7 +29,7 @@ HOST = torch.device("cpu")
 
 
 def is_host(device: torch.device) -> bool:
-    """Return whether tensors on a device are in host memory."""
+    """Return whether tensors on `device` are in host memory."""
     return device.type == HOST.type
 
 
@@ -43,33 +43,33 @@ def has_streams(kind: str) -> bool:
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the device of a type that this process computes on, with its number."""
+    """Return the current device of a type, with its index if the type has indices."""
     if not has_streams(kind):
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def accelerator() -> torch.device | None:
-    """Return the accelerator that this process computes on, with its number; None where there is none."""
+    """Return the current accelerator of this process, with its index; None without an accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or not has_streams(found.type) else current_device(found.type)
 
 
 class Arrival:
-    """An arrival represents the work that a stream has queued until now; on a CPU this work has finished."""
+    """An arrival represents the work that a stream has queued until now; on a CPU, this work is already complete."""
 
     def wait(self, *limit: Any) -> None:
-        """Make later work wait for this arrival; the host does not wait, so `limit` has no effect."""
+        """Make later work on the current stream wait for this arrival; the host does not wait, so `limit` is unused."""
 
     def synchronize(self) -> None:
-        """Block until it has happened."""
+        """Block the host until the work is complete."""
 
 
 class CopyStream:
-    """A stream that runs all work in order: on a CPU, and on devices with unknown streams."""
+    """A copy stream that runs all work in order, for a CPU and for devices whose streams are not supported."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """Queue the work inside the context after earlier work, and in parallel with later work."""
+        """Queue the work in the context after earlier work, in parallel with later work."""
         return nullcontext()
 
     def arrival(self) -> Arrival:
@@ -81,18 +81,18 @@ class CopyStream:
         return source.to(HOST, copy=True), Arrival()
 
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Call `use` with `source` on the host, at the latest in `settle`."""
+        """Call `use` with a copy of `source` on the host, in `settle` or earlier."""
         use(source.cpu())
 
     def settle(self) -> None:
-        """Block until all copies are done and used, so that their sources may be written again."""
+        """Block until all copies are complete and used, so that the sources may be written again."""
 
 
 class QueuedArrival(Arrival):
     """The arrival of the work that an accelerator's stream has queued.
 
     Args:
-        stream: a stream of torch's module for its type of device.
+        stream: a stream of torch's module for the device type.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -108,15 +108,15 @@ class QueuedArrival(Arrival):
 
 
 class QueuedCopies(CopyStream):
-    """Copies to the host that are used after they have arrived; subclasses define `copied_to_host`."""
+    """Copies to the host, which are used after their arrival; subclasses define `copied_to_host`."""
 
     def __init__(self) -> None:
         self._leaving: deque[tuple[Arrival, Tensor, Callable[[Tensor], None]]] = deque()
         self._last_source: Tensor | None = None
 
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
-        # The memory of a source is used again, by the compute stream, once it is dropped: so the one before is dropped
-        # now, and the compute stream first waits for its copy, which by now is done or nearly so.
+        # The compute stream may reuse a source's memory once the source is released. The previous source is released
+        # now, so the compute stream first waits for the copy of that source, which is complete or nearly complete.
         if self._leaving:
             self._leaving[-1][0].wait()
         host, copied = self.copied_to_host(source)
@@ -132,7 +132,7 @@ class QueuedCopies(CopyStream):
 
 
 class SideStream(QueuedCopies):
-    """A copy stream for each direction, apart from the compute stream (the current stream at each call)."""
+    """A copy stream for each direction, separate from the compute stream (the current stream at each call)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class SideStream(QueuedCopies):
 _IN_ORDER = CopyStream()
 
 
-_side_stream = cache(SideStream)  # of each device
+_side_stream = cache(SideStream)  # by device
 
 
 def copy_stream_of(device: torch.device) -> CopyStream:
@@ -187,20 +187,20 @@ def new_copy_stream(device: torch.device) -> CopyStream:
 
 
 def arrival_on(device: torch.device) -> Arrival:
-    """Return the arrival of the work that the current stream of a device has queued."""
+    """Return the arrival of the work queued on the current stream of a device."""
     if not has_streams(device.type):
         return Arrival()
     return QueuedArrival(torch.get_device_module(device).current_stream(device))
 
 
 def run_after(event: Any, device: torch.device) -> None:
-    """Make later work on the current stream of a device wait for a user's event; a CPU has no queue."""
+    """Make later work on the current stream of a device wait for a user's event; without effect on a CPU."""
     if has_streams(device.type):
         torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 def finish_queued(device: torch.device) -> None:
-    """Block until all is done that the current stream of an accelerator has queued."""
+    """Block until all work queued on the current stream of an accelerator is complete."""
     torch.accelerator.current_stream(device).synchronize()
 
 
@@ -208,10 +208,10 @@ def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
     """Pin host memory that torch has allocated without pinning.
 
     Returns:
-        A function that unpins the memory, to be called before the memory is freed.
+        A function that unpins the memory; the caller must call it before the memory is freed.
 
     Raises:
-        RuntimeError: if the system permits no more pinned memory, or the accelerator does not support it.
+        RuntimeError: if the system permits no more pinned memory, or if CUDA is not available.
     """
     if not can_page_lock():
         raise RuntimeError(
@@ -229,12 +229,12 @@ def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
 
 
 def can_page_lock() -> bool:
-    """Return whether `page_lock` works here."""
+    """Return whether `page_lock` is supported in this process."""
     return torch.cuda.is_available()
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that operations on a device draw from if they are given none, and those on the host."""
+    """Return the default generators of the host and of `device`."""
     found = [torch.default_generator]
     if has_streams(device.type):
         index = current_device(device.type).index if device.index is None else device.index
@@ -243,9 +243,9 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def generator_state() -> tuple[str, Tensor] | None:
-    """Return the type of the current accelerator and the state ``[n]`` of its generator, in bytes on the host.
+    """Return the type of the current accelerator, and the state ``[n]`` of its generator, as bytes on the host.
 
-    None if there is no accelerator, or if it is not initialized.
+    Returns None if there is no accelerator, or if torch has not initialized it.
     """
     device = accelerator()
     if device is None or not torch.get_device_module(device).is_initialized():
@@ -254,14 +254,14 @@ def generator_state() -> tuple[str, Tensor] | None:
 
 
 def set_generator_state(kind: str, state: Tensor) -> None:
-    """Set the current accelerator's generator to a `generator_state`; a state of another type is ignored."""
+    """Restore a `generator_state` of the current accelerator; a state of another device type is ignored."""
     device = accelerator()
     if device is not None and device.type == kind:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
 def return_cached_memory(device: torch.device) -> None:
-    """Release freed memory that torch keeps for later tensors, so that other processes can allocate it."""
+    """Release memory that torch or glibc caches for later tensors, so that other processes can allocate it."""
     if is_host(device):
         return_freed_memory()
     elif has_streams(device.type):
@@ -269,39 +269,39 @@ def return_cached_memory(device: torch.device) -> None:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host. The tensor lives as long as the result.
+    """Return the memory of a contiguous tensor on the host. The result keeps the tensor alive.
 
-    By the address: torch never again frees a storage that it has shown to NumPy.
+    Accesses the memory by address, because torch never frees a storage after exporting it to NumPy.
     """
     found: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     found.tensor = tensor
     return memoryview(found)
 
 
-# glibc's name for "larger blocks than this are mapped by themselves, and unmapped when they are freed".
+# An option of glibc: blocks larger than this threshold are mapped separately, and unmapped when they are freed.
 _M_MMAP_THRESHOLD = -3
 
 
 def return_freed_blocks(larger_than: int) -> None:
-    """Release every block of host memory above this many bytes to the operating system when it is freed, from now on.
+    """From now on, release each freed block of host memory above `larger_than` bytes to the operating system.
 
-    glibc otherwise raises its own limit with each large block that is freed, up to 32 MiB, and keeps smaller ones. This
-    costs the time to map blocks again, and is meant for programs that are limited by memory.
+    By default, glibc raises this threshold whenever a large block is freed, up to 32 MiB, and caches smaller blocks.
+    The setting costs time to map blocks again, so it is intended for programs that are limited by memory.
     """
     _call_glibc("mallopt", _M_MMAP_THRESHOLD, larger_than)
 
 
 def return_freed_memory() -> None:
-    """Release memory that was freed, and that glibc keeps, to the operating system.
+    """Release freed memory that glibc caches to the operating system.
 
-    Sharding a model frees all of it in pieces between the shards that stay. glibc reuses such holes, but rarely
-    releases them, and how many there are is a matter of luck. Other C libraries return memory by themselves.
+    Sharding a model frees its parameters in blocks between the allocated shards. glibc reuses such holes, but rarely
+    releases them, and their number varies. Other C libraries release memory without this call.
     """
     _call_glibc("malloc_trim", 0)
 
 
 def _call_glibc(name: str, *arguments: int) -> None:
-    """Call a function of glibc; nothing happens where there is another C library."""
+    """Call a function of glibc; without effect if the C library does not have this function."""
     function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
     if function is not None:
         function(*arguments)

@@ -1,7 +1,7 @@
 """Trained parameters of tensor subclasses, and torch's extension of all-gathers.
 
-The values of such a parameter are plain tensors of its shape and dtype, which ``__tensor_flatten__`` names. The class
-may have two methods: ``fsdp_pre_all_gather`` converts a rank's rows to the tensors that are sent (for example, 8-bit
+The values of such a parameter are plain tensors of its shape and dtype, listed by ``__tensor_flatten__``. The class
+may define two methods: ``fsdp_pre_all_gather`` converts a rank's rows to the tensors that are sent (for example, 8-bit
 numbers and their scales), and ``fsdp_post_all_gather`` creates the unsharded parameter from the received tensors.
 """
 
@@ -20,31 +20,31 @@ BEFORE, AFTER = _METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def inner_of(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors of a subclass if all have its shape and dtype; otherwise an empty list.
+    """Return the inner tensors of a subclass if all are plain and have its shape and dtype; otherwise an empty list.
 
-    A tensor without dimensions beside them is no value: torchao keeps the scale of the next all-gather there.
+    An additional tensor without dimensions is not a value: torchao uses one for the scale of the next all-gather.
     """
     if type(tensor) in PLAIN or is_dtensor(tensor) or not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     found = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    # torchao's float8 weights contain the parameter that they were made of.
+    # torchao's float8 weights contain the parameter from which they were created.
     found = [each.detach() if type(each) is nn.Parameter else each for each in found if each.dim() or not tensor.dim()]
     are_alike = all((type(each), each.shape, each.dtype) == (Tensor, tensor.shape, tensor.dtype) for each in found)
     return found if are_alike else []
 
 
 def is_of_values(tensor: Any) -> bool:
-    """Return whether `inner_of` returns all tensors of a subclass, so that a new tensor around them is the same."""
+    """Return whether `inner_of` returns all tensors of a subclass, so that `around` them recreates the tensor."""
     inner = inner_of(tensor)
     return bool(inner) and len(inner) == len(tensor.__tensor_flatten__()[0])
 
 
 def holds_extended(param: Tensor, *, if_trained: bool = True) -> bool:
-    """Return whether a parameter, or the local tensor of a `DTensor`, is of a class with either of the two methods.
+    """Return whether the class of a parameter, or of a `DTensor`'s local tensor, has either of the two methods.
 
     Args:
         param: a parameter.
-        if_trained: include trained parameters of other classes with plain inner tensors.
+        if_trained: if True, include trained parameters of other classes with plain inner tensors.
     """
     local = local_part(param)
     if type(local) in PLAIN:
@@ -54,11 +54,11 @@ def holds_extended(param: Tensor, *, if_trained: bool = True) -> bool:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the values of a subclass as a plain tensor; any other tensor unchanged.
+    """Return the values of a subclass as a plain tensor, and any other tensor unchanged.
 
-    Multiple inner tensors are ``[inner, *shape]``. The result shares their memory if they are consecutive.
+    Multiple inner tensors are returned as ``[inner, *shape]``, without a copy if they are consecutive in memory.
     """
-    if type(tensor) in PLAIN or not (inner := inner_of(arrived(tensor))):  # this is asked for every gradient
+    if type(tensor) in PLAIN or not (inner := inner_of(arrived(tensor))):  # runs for every gradient
         return tensor
     first, numel = inner[0], inner[0].numel()
     if len(inner) == 1:
@@ -70,10 +70,10 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def gradient_values(name: str, gradient: Tensor, shape: torch.Size) -> Tensor:
-    """Return a gradient as `values_of` does; each of multiple inner tensors has the gradient if it is plain.
+    """Return a gradient as `values_of` does, of `shape`; a plain gradient is repeated for multiple inner tensors.
 
     Raises:
-        RuntimeError: for a gradient of more inner tensors than the parameter has.
+        RuntimeError: if the gradient has more inner tensors than the parameter.
     """
     values = values_of(gradient)
     if values.dim() > len(shape):
@@ -85,7 +85,7 @@ def gradient_values(name: str, gradient: Tensor, shape: torch.Size) -> Tensor:
 
 
 def around(like: Tensor, inner: Sequence[Tensor]) -> Tensor:
-    """Return a tensor with the class and settings of `like`, which shares the memory of these inner tensors."""
+    """Return a tensor with the class and settings of `like` that shares the memory of the tensors in `inner`."""
     made: Any = like.new_zeros(inner[0].shape, dtype=inner[0].dtype, device=inner[0].device)
     for name, each in zip(made.__tensor_flatten__()[0], inner, strict=True):
         setattr(made, name, each)
@@ -117,7 +117,7 @@ def check_extension(name: str, param: Tensor) -> None:
 
 
 def _check_places(name: str, local: Tensor, inner: Sequence[Tensor]) -> None:
-    """Raise TypeError if the class rejects inner tensors at different storage offsets, as shards contain them."""
+    """Raise TypeError if the class rejects inner tensors with different storage offsets, which shards contain."""
     places = inner[0].new_zeros([len(inner), *[1] * local.dim()]).unbind()
     try:
         around(local.detach(), places).detach()

@@ -1,12 +1,11 @@
 """In-place writes to a part of a sharded `DTensor`, such as ``weight[1].zero_()``, update the ranks' local tensors.
 
-During a forward or backward, in-place functions of several tensors (``torch._foreach_mul_``) raise the version counters
-of `DTensor`s, as they do for other tensors. torch (2.13) does not count them, and an all-gather from before the write
-would be used.
+During a forward or backward, in-place functions of multiple tensors (``torch._foreach_mul_``) also increment the
+version counters of `DTensor`s. torch (2.13) does not, so an all-gather from before the write would be used.
 
-If a part lies along a sharded dimension, torch gathers it into a new tensor; in-place writes to that tensor are lost
-(seen with torch 2.13). `GatheredPart` keeps a reference to its source. An in-place operation runs on every rank,
-as all operations on `DTensor`s do; afterwards each rank copies the elements that it holds back to its local tensor.
+If a view selects along a sharded dimension, torch gathers the tensor, and in-place writes to the view are lost (seen
+with torch 2.13). `GatheredPart` keeps a reference to its source. An in-place operation runs on every rank, like all
+operations on `DTensor`s. Afterwards each rank copies its elements back to its local tensor.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ from fsdp.distributed.dtensor import MeshPart, arrived, held_part
 aten = torch.ops.aten
 _VIEWS = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default)
 _EYES = (aten.eye.out, aten.eye.m_out)
-LEAST_TORCH = "2.13"  # before, subclasses of `DTensor` were not dispatched to (seen with torch 2.11)
+LEAST_TORCH = "2.13"  # earlier versions do not dispatch to subclasses of `DTensor` (seen with torch 2.11)
 
 
 @cache
 def count_foreach(is_needed: Callable[[], bool]) -> None:
-    """Let in-place functions of several tensors raise version counters while `is_needed` returns True. Once a process.
+    """Make in-place functions of multiple tensors increment version counters while `is_needed` returns True.
 
-    A counter takes half a microsecond for each tensor, which would add 15 % to the host's time of an optimizer step.
+    The handlers are registered once per process. Counting takes half a microsecond per tensor. Without `is_needed`,
+    it would add 15 % to the host's time of an optimizer step.
     """
 
     def foreach(op: Any, args: Any, kwargs: Any) -> Any:
@@ -46,14 +46,14 @@ def count_foreach(is_needed: Callable[[], bool]) -> None:
     names = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
     packets = [getattr(aten, name) for name in names]
     operations = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    # private: torch's table of operations with a handler of their own (torch 2.11 to 2.15)
+    # private: torch's table of custom handlers for operations (torch 2.11 to 2.15)
     DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(operations, foreach))
 
 
 @cache
 def write_parts_through(is_ours: Callable[[DTensor], bool]) -> None:
-    """Register the handlers of view operations, for the `DTensor`s for which `is_ours` returns True. Once a process."""
-    # private: torch's table of operations with a handler of their own (torch 2.11 to 2.15)
+    """Register handlers of view operations once per process, for `DTensor`s for which `is_ours` returns True."""
+    # private: torch's table of custom handlers for operations (torch 2.11 to 2.15)
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_EYES, _eye))
     if torch.__version__ >= LEAST_TORCH:
@@ -64,7 +64,7 @@ def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -
     source, *others = args
     if not _cuts_shards(op, source, args, kwargs) or not is_ours(source):
         return _by_torch(op, args, kwargs)
-    # torch decides on the meta device, where nothing is communicated. Other threads have no handler meanwhile.
+    # The meta device shows torch's placements without communication. Meanwhile, other threads have no handler.
     blank = torch.empty(held_part(source).shape, dtype=source.dtype, device="meta")
     found = _by_torch(op, (DTensor.__new__(DTensor, blank, source._spec, requires_grad=False), *others), kwargs)
     first = found[0] if isinstance(found, (list, tuple)) and found else found
@@ -76,7 +76,7 @@ def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -
     ]
     if placements == list(source.placements):
         return _by_torch(op, args, kwargs)
-    # private: `redistribute` is an autograd function, which cannot be used inside of an operation (torch 2.11 to 2.15)
+    # private: `redistribute` is an autograd function, which an operation cannot call (torch 2.11 to 2.15)
     spec = DTensorSpec(source.device_mesh, tuple(placements), source._spec.tensor_meta)
     gathered: Any = arrived(redistribute_local_tensor(held_part(source), source._spec, spec)).contiguous()
     where = Source(source, gathered)
@@ -85,7 +85,7 @@ def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -
 
 
 def _cuts_shards(op: Any, source: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a view is along a dimension over which its source is sharded."""
+    """Return whether a view selects along a dimension in which its source is sharded."""
     if not isinstance(source, DTensor) or source.is_meta:
         return False
     given = dict(enumerate(args))
@@ -118,7 +118,7 @@ def _eye(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Source:
-    """A sharded `DTensor` with the gathered copy of which the parts are views."""
+    """A sharded `DTensor` and its gathered copy; the parts are views of the copy."""
 
     def __init__(self, sharded: DTensor, gathered: Tensor) -> None:
         self._sharded, self._gathered = sharded, gathered
@@ -134,7 +134,7 @@ class Source:
         own.copy_(torch.where(is_new, new.to(own.device), own))
 
     def _held(self, mine: MeshPart, gathered: Tensor) -> Tensor:
-        for sharding in mine.shardings:  # along mesh dimensions that were not gathered it is a part already
+        for sharding in mine.shardings:  # `gathered` is still sharded along mesh dimensions that were not gathered
             if gathered.shape[sharding.dim] == sharding.total:
                 gathered = gathered.narrow(sharding.dim, *sharding.range(sharding.place))
         return gathered

@@ -1,4 +1,4 @@
-"""Messages from rank to rank on gloo: their tags, and the memory that they need until they have arrived."""
+"""Point-to-point messages on gloo: tags, checksums, and the lifetime of the buffers in flight."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from fsdp.distributed.communicator import (
 )
 from fsdp.distributed.devices import HOST, host_bytes
 
-_LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo says that a peer has not closed its connection
+_LATE = re.compile("timed? ?out", re.IGNORECASE)  # in gloo's errors if the peer has not closed its connection
 
-# Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
+# Lower tags are reserved for the user's point-to-point messages on the same group. Tags of gloo have 31 bits.
 _FIRST_TAG = 1 << 20
 _TAGS = (1 << 31) - _FIRST_TAG
 
 
 class Sending:
-    """A shard that is being sent to the peers and is kept until then: gloo's works hold the sent tensors."""
+    """A shard that is being sent to the peers; gloo's works keep the sent tensors alive until `finish`."""
 
     def __init__(self, works: Sequence[Any], what: str) -> None:
         self._works, self._what = works, what
@@ -49,9 +49,9 @@ class Sending:
 class Receiving:
     """A message that this rank is receiving; its buffer is kept until the message is awaited.
 
-    An exception in the middle of a step may abandon a model before its messages have arrived. gloo (seen in torch
-    2.13) stops reading from a peer when a message arrives for a freed buffer, and reports the arrival only to a
-    waiter. So such a buffer is kept until the process ends.
+    After an exception during a step, a model may be released before its messages have arrived. gloo (seen in torch
+    2.13) stops reading from a peer when a message arrives for a freed buffer, and reports the arrival only in a wait.
+    Such a buffer is therefore kept until the process ends.
     """
 
     is_awaited = False
@@ -77,12 +77,12 @@ class Receiving:
 
     @classmethod
     def forget(cls, group: Any) -> None:
-        """Delete the pending messages of a group with closed connections; they no longer arrive."""
+        """Release the pending messages of a group with closed connections, because they no longer arrive."""
         cls._under_way = {each for each in cls._under_way if behind(each._group) is not group}
 
     @property
     def sender(self) -> int | None:
-        """The number of the rank that sends it, in the default group; None if torch does not know it."""
+        """The global rank of the sender; None if torch does not know it."""
         ranks = ranks_of(self._group)
         return ranks[self._peer] if ranks else None
 
@@ -94,10 +94,10 @@ class Receiving:
 
 
 class Leaving:
-    """A message that this rank is sending, and awaits; its tensor is kept until then.
+    """A message that this rank is sending; its tensor is kept until the message is awaited.
 
-    gloo (seen in torch 2.13) writes nothing more to a peer if the tensor of a message was freed that it was about to
-    write. So a message that is given up is kept until the process ends, as those of `Receiving` are.
+    gloo (seen in torch 2.13) stops writing to a peer if the tensor of a queued message was freed. An abandoned message
+    is therefore kept until the process ends, like the messages of `Receiving`.
     """
 
     is_awaited = False
@@ -112,7 +112,7 @@ class Leaving:
 
 
 def _await(message: Receiving | Leaving | _Checked, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
-    """Wait for a message; a wait that was interrupted leaves out what has arrived, since gloo would wait for more."""
+    """Wait for a message. After an interrupted wait, skip works that have arrived: gloo would wait for another one."""
     is_repeated, message.is_awaited = message.is_awaited, True
     for work in works:
         if not (is_repeated and work.is_completed()):
@@ -120,12 +120,12 @@ def _await(message: Receiving | Leaving | _Checked, works: Iterable[Any], limit:
 
 
 def check_messages(enabled: bool = True) -> None:
-    """Send a checksum after every message between ranks on gloo, and compare it on the receiving rank.
+    """Send a checksum after every message between ranks on gloo, and compare the checksum on the receiving rank.
 
-    If a bit changes in transit, in a network card, a cable or memory, the receiving rank raises an error before it
-    computes with the data. The error contains the collective and both ranks. Without the check, the bit would change
-    the weights. All sent and received data is read once more. Call the function on all ranks with the same argument,
-    before wrapping. Wrapping over a backend other than gloo is then an error: the links of NCCL have their own
+    If a bit changes in transit, in a network card, a cable or memory, the receiving rank raises an error before using
+    the data. The error contains the collective and both ranks. Without checksums, the bit would change the weights.
+    The check reads all sent and received data once more. Call this function on all ranks with the same argument, before
+    wrapping. If enabled, wrapping over any backend other than gloo raises an error: the links of NCCL use their own
     checksums.
     """
     global _are_checked
@@ -136,10 +136,10 @@ _are_checked = False
 
 
 def checked(group: Any, is_ours: bool) -> Any:
-    """Return a group, or its `CheckedGroup` if messages are to have checksums.
+    """Return `group`, wrapped in a `CheckedGroup` if checksums are enabled.
 
     Raises:
-        RuntimeError: if checksums are required and the library does not send the group's messages itself.
+        RuntimeError: if checksums are enabled and the library does not send the group's messages itself.
     """
     if _are_checked and not is_ours:
         raise RuntimeError(
@@ -150,9 +150,9 @@ def checked(group: Any, is_ours: bool) -> Any:
 
 
 class CheckedGroup:
-    """Wraps a gloo group, and sends a checksum (CRC-32) after each message, which the receiver compares.
+    """Wraps a gloo group, and sends a checksum (CRC-32) after each message; the receiver compares the checksum.
 
-    The check detects any single bit that changes in transit, and any burst of up to 32 bits.
+    This detects any single bit that changes in transit, and any burst of up to 32 bits.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -172,7 +172,7 @@ class CheckedGroup:
 
 
 class _Checked:
-    """A message and its checksum on their way."""
+    """A message and its checksum in flight."""
 
     is_awaited = False
 
@@ -202,11 +202,11 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def give_up(group: Any) -> None:
-    """Close the connections of a gloo group, so that all current and later waits of this rank on it end with an error.
+    """Close the connections of a gloo group, so that current and later waits of this rank on it raise an error.
 
-    gloo closes them when a wait takes too long (torch 2.13), which ends all other waits; a closed connection ends the
-    waits of the rank at its other end. A wait for a peer that has closed its connection does not time out, so all
-    peers are tried.
+    gloo closes all connections when a wait times out (torch 2.13). This ends all other waits of this rank, and the
+    waits of the peers for this rank. A wait for a peer with a closed connection does not time out, so the function
+    tries all peers.
     """
     for peer in range(group.size()):
         if peer != group.rank():
@@ -217,12 +217,12 @@ def give_up(group: Any) -> None:
 def renew(group: Any) -> None:
     """Collective. Reconnect the ranks of a gloo group after `give_up`, for all users of the group.
 
-    A group of torch (private, seen in 2.11 to 2.15) finds its backend by the type of device. The group neither
-    replaces nor deletes a backend of a kind that it has. So the new backend is of a kind without a name in torch, and
-    uses the gloo device of the old backend, which has the files and the reading thread.
+    A group of torch (private, seen in 2.11 to 2.15) selects its backend by device type. The group neither replaces
+    nor deletes a registered backend. The new backend is therefore registered under a type number that torch does not
+    use. It uses the gloo device of the old backend, which owns the files and the reading thread.
 
     Raises:
-        RuntimeError: if torch no longer has such kinds.
+        RuntimeError: if no unused type numbers are left.
     """
     kind = _renewed.get(group, _NAMELESS)
     if kind not in _KINDS:
@@ -237,8 +237,8 @@ def renew(group: Any) -> None:
     group._register_backend(HOST, dist.ProcessGroup.BackendType(kind), backend)
 
 
-_KINDS = range(256)  # of backends
-_NAMELESS = 64  # the first that is nobody's
+_KINDS = range(256)  # the type numbers of backends
+_NAMELESS = 64  # the first number that torch does not use
 _renewed: dict[Any, int] = made_once_for_groups()
 
 
@@ -246,14 +246,14 @@ _renewed: dict[Any, int] = made_once_for_groups()
 def wire_tag(*meant: Any) -> int:
     """Return the tag of a message on gloo, computed from all properties that must be equal at both ends.
 
-    A random collision between the tags of two simultaneous messages is less likely than a broken wire, and would
-    matter only if ranks send them in different orders.
+    Two simultaneous messages can have the same tag by chance. This is very unlikely, and causes an error only if ranks
+    send the two messages in different orders.
     """
     return _FIRST_TAG + zlib.crc32(repr(meant).encode()) % _TAGS
 
 
 def blank(nbytes: int) -> Tensor:
-    # On the host, also where a user makes the model inside of `with torch.device("meta")`.
+    # On the host, even if the user creates the model under `with torch.device("meta")`.
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 

@@ -1,13 +1,13 @@
-"""`SharedMemory` carries large messages between processes on one host, without the copies of sockets.
+"""`SharedMemory` transfers large messages between processes on one host, without the copies of sockets.
 
-Each rank of a group has memory that the other ranks map. A message lies in a *slot* of the sender's memory; gloo
-carries its place only, as a message with the tag that the payload would have. So ranks that run different operations
-still wait for each other, and the end of a process still ends the waits of the others. A slot is free again when its
-readers have counted it as read, in a byte of the slot for each. The sender never waits for that: it takes another
-slot. How much is on its way is bounded by those who send, and free slots above a limit return to the system.
+Each rank of a group allocates memory that the other ranks map. A message is stored in a *slot* of the sender's memory.
+gloo only sends the position of the message, with the tag of the payload. Mismatched operations and the end of a
+process therefore have the same effects as with gloo alone. For each reader, a slot has a byte that counts the messages
+read. The slot is free again when all counts equal the numbers of sent messages. The sender never waits for this, but
+uses another slot. The number of messages in flight is bounded by the senders; free slots above a limit are released.
 
-The memory has no name in the file system. The system frees it when the processes that map it have ended, for any
-reason. It grows by `posix_fallocate`: a system without memory is an error of this call, and not of a later write.
+The memory has no name in the file system. The system frees the memory when all processes that map it have ended, for
+any reason. `posix_fallocate` extends the memory, so a lack of memory is detected in this call, not in a later write.
 """
 
 from __future__ import annotations
@@ -33,54 +33,54 @@ from fsdp.distributed.communicator import Messages, own_rank
 from fsdp.distributed.messages import Receiving, as_bytes, as_tensor, blank
 from fsdp.distributed.switches import SHARED_MEMORY, is_off
 
-_RESERVED = 1 << 36  # addresses, without memory
-_MOST = 5  # slots of the largest size: two gradients on their way and one that fills, and two shards
+_RESERVED = 1 << 36  # bytes of address space, without memory
+_MOST = 5  # slots of the largest size: two gradients in flight, one that is being filled, and two shards
 _PAGE, _LINE = 1 << 12, 64
-_PLACE = struct.Struct("<qq")  # the beginnings of a slot and of a payload
+_PLACE = struct.Struct("<qq")  # the offsets of a slot and of a payload
 _NONCE_BYTES = 16
 
 _log = logging.getLogger(__name__)
 
 
 class _Memory:
-    """A mapping of the memory of one rank: slots with a count of reads for each other rank, and a payload."""
+    """A mapping of a rank's memory: each slot contains a read count for every rank, and a payload."""
 
     def __init__(self, fd: int, ranks: int) -> None:
         self._bytes = mmap.mmap(fd, _RESERVED)
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._ranks = ranks
-        self._head = -(-ranks // _LINE) * _LINE  # bytes of the counts
+        self._head = -(-ranks // _LINE) * _LINE  # bytes of the read counts
 
     def payload(self, start: int, nbytes: int) -> Tensor:
         return self._tensor[start : start + nbytes]
 
     def count_read(self, slot: int, rank: int) -> None:
-        """Count a message in a slot as read by a rank; the only writer of the count is this rank."""
+        """Increment the read count of `rank`, which must be this rank, in a slot. No other rank writes this count."""
         self._bytes[slot + rank] = (self._bytes[slot + rank] + 1) % 256
 
     def unmap(self, start: int, nbytes: int) -> None:
-        """Leave the pages of a payload to the process that has written them, until this one reads them again."""
+        """Remove the pages of a payload from this process's mapping, until the next read."""
         first, end = -(-start // _PAGE) * _PAGE, (start + nbytes) // _PAGE * _PAGE
         if first < end:
             self._bytes.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     @property
     def nonce(self) -> bytes:
-        """A random number at the beginning, by which another process recognises the memory."""
+        """The random number at the beginning, which identifies the memory to other processes."""
         return self._bytes[:_NONCE_BYTES]
 
 
 @dataclass
 class _Slot:
-    """A part of this rank's memory."""
+    """A slot of this rank's memory."""
 
     size: int
-    sent: bytearray  # for each rank, how many messages from here were sent to it, modulo 256
-    owner: weakref.ref[Any] | None = None  # the memory of a tensor that lies here
+    sent: bytearray  # by rank, the number of messages that were sent from this slot, modulo 256
+    owner: weakref.ref[Any] | None = None  # the memory of the tensor in this slot, if any
 
 
 class _Slots(_Memory):
-    """The memory of this rank."""
+    """The memory of this rank, and the state of all slots."""
 
     def __init__(self, ranks: int) -> None:
         self._fd = os.memfd_create("fsdp.exchange")
@@ -90,14 +90,14 @@ class _Slots(_Memory):
         super().__init__(self._fd, ranks)
         self._bytes[:_NONCE_BYTES] = secrets.token_bytes(_NONCE_BYTES)
         self._begin, self._largest = self._tensor.data_ptr(), 0
-        self._slots: dict[int, _Slot] = {}  # by their beginnings, in order
+        self._slots: dict[int, _Slot] = {}  # by offset, in order
 
     @property
     def address(self) -> tuple[int, int, str]:
         return os.getpid(), self._fd, self.nonce.hex()
 
     def empty(self, nbytes: int) -> Tensor | None:
-        """Return bytes in a slot, which is free again when they are, and were read; None if there is no memory."""
+        """Allocate bytes in a slot until they are released and read; None if the limit or the memory is exhausted."""
         try:
             start = self._take(nbytes, is_bounded=True)
         except OSError:
@@ -107,10 +107,10 @@ class _Slots(_Memory):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def put(self, message: Tensor, readers: Sequence[int]) -> tuple[int, int]:
-        """Return the beginnings of the slot and of the payload of a message, which is copied unless it is in a slot.
+        """Copy a message to a slot if required, and return the offsets of the slot and of the payload.
 
         Raises:
-            RuntimeError: if the system has no memory for it.
+            RuntimeError: if the system has no memory for the copy.
         """
         payload = message.data_ptr() - self._begin
         start = self._slot_at(payload)
@@ -136,10 +136,10 @@ class _Slots(_Memory):
         return next((start for start, slot in self._slots.items() if start <= place < start + slot.size), None)
 
     def _take(self, nbytes: int, *, is_bounded: bool = False) -> int:
-        """Return the beginning of a free slot for a payload, which may be a new one.
+        """Return the offset of a free slot for a payload; allocate a new slot if required.
 
         Raises:
-            OSError: if the system has no memory for it, or it is above the limit and `is_bounded`.
+            OSError: if the system has no memory, or if `is_bounded` and a new slot would exceed the limit.
         """
         size = -(-(self._head + nbytes) // _PAGE) * _PAGE
         self._largest = max(self._largest, size)
@@ -158,7 +158,7 @@ class _Slots(_Memory):
         return start
 
     def _gap(self, size: int) -> int:
-        """Return the first place that has no slot."""
+        """Return the first offset with `size` bytes that no slot uses."""
         found = _PAGE
         for start, slot in self._slots.items():
             if found + size <= start:
@@ -176,24 +176,24 @@ class _Slots(_Memory):
         return not is_used and self._bytes[start : start + self._ranks] == slot.sent
 
     def _release(self) -> None:
-        """Return the memory of free slots to the system."""
+        """Release the memory of free slots to the system."""
         for start in list(filter(self._is_free, self._slots)):
             self._bytes.madvise(mmap.MADV_REMOVE, start, self._slots.pop(start).size)
 
     def forget(self) -> None:
-        """Free all slots but those of tensors: no rank reads any more."""
+        """Mark all messages as read, because no rank reads any longer; slots of existing tensors remain in use."""
         for start, slot in self._slots.items():
             slot.sent = bytearray(self._bytes[start : start + self._ranks])
 
 
 class SharedMemory:
-    """The way through shared memory between the ranks of a group, which all are on this host.
+    """Sends and receives messages through shared memory between the ranks of a group on this host.
 
     Args:
         group: the gloo group.
         own: the memory of this rank.
         others: the memory of each other rank.
-        least: the bytes of the smallest message that is not sent through gloo, the same on all ranks.
+        least: the minimum size of messages in shared memory, in bytes, the same on all ranks.
     """
 
     def __init__(self, group: Any, own: _Slots, others: dict[int, _Memory], least: int) -> None:
@@ -201,15 +201,15 @@ class SharedMemory:
 
     @classmethod
     def among(cls, group: Any, all_gather_bytes: Callable[[bytes], list[bytes]], least: int) -> SharedMemory | None:
-        """Collective. Return the way between the ranks of a group; None if any two of them cannot share memory.
+        """Collective. Return the shared memory of a group; None if any two of the ranks cannot share memory.
 
         Args:
             group: the gloo group.
-            all_gather_bytes: of the group's communicator.
+            all_gather_bytes: the method of the group's communicator.
             least: see `SharedMemory`.
         """
         own, others = None, {}
-        with suppress(OSError, ValueError, AttributeError):  # no Linux, no room, or a limit of addresses
+        with suppress(OSError, ValueError, AttributeError):  # not on Linux, or a limit of memory or address space
             if not is_off(SHARED_MEMORY):
                 own = _Slots(group.size())
         told = [json.loads(each) for each in all_gather_bytes(json.dumps(own and own.address).encode())]
@@ -225,9 +225,9 @@ class SharedMemory:
         return cls(group, own, others, least)
 
     def sender(self, outgoing: Messages) -> Callable[[Tensor, int, int], Any]:
-        """Return a function that sends these tensors, each to a rank under a tag.
+        """Return a function that sends one of the tensors to a rank, with a tag.
 
-        A tensor that goes to several ranks is copied once.
+        A tensor for multiple ranks is copied only once.
         """
         readers: dict[int, list[int]] = {}
         for peer, tensors in outgoing.items():
@@ -246,26 +246,26 @@ class SharedMemory:
         return send
 
     def receive(self, into: Tensor, peer: int, number: int) -> Any:
-        """Start to receive a tensor from a rank under a tag."""
+        """Start to receive a tensor from a rank, with a tag, into `into`."""
         if into.nbytes < self._least:
             return Receiving(self._group, into, peer, number)
         return Reading(self._group, self._others[peer], into, peer, number)
 
     def lend(self, like: Tensor, peer: int, number: int) -> Lent:
-        """Start to receive a tensor of the size and dtype of `like`, which is read where the sender has put it."""
+        """Start to receive a tensor of the shape and dtype of `like`, which is read in the sender's memory."""
         return Lent(self._group, self._others[peer], like, peer, number)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor ``[numel]`` that is sent without a copy; None if there are many already."""
+        """Return a tensor ``[numel]`` that can be sent without a copy; None if too many slots are in use."""
         memory = self._own.empty(numel * dtype.itemsize)
         return None if memory is None else memory.view(dtype)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the memory that other ranks read."""
+        """Return whether a tensor is in this rank's shared memory."""
         return self._own.holds(tensor)
 
     def forget(self) -> None:
-        """Free what was sent and will not be read any more: all ranks have come to rest."""
+        """Release messages that will no longer be read. Call this after all ranks have stopped communication."""
         self._own.forget()
 
 
@@ -273,8 +273,8 @@ class Reading:
     """A large message that this rank is receiving.
 
     Args:
-        memory: of the sender.
-        into: the tensor that the message is copied to.
+        memory: the memory of the sender.
+        into: the tensor to which the message is copied.
         number: the tag.
     """
 
@@ -290,7 +290,7 @@ class Reading:
     def wait(self, *limit: timedelta) -> None:
         if not self._was_read:
             _as_bytes(self._into).copy_(self._arrived(*limit))
-            self._was_read = True  # before the sender may write something else there
+            self._was_read = True  # before `give_back`, after which the sender may overwrite the slot
             self.give_back()
 
     def _arrived(self, *limit: timedelta) -> Tensor:
@@ -299,13 +299,13 @@ class Reading:
         return self._memory.payload(self._start, self._into.nbytes)
 
     def give_back(self) -> None:
-        """Let the sender use the slot of the message again."""
+        """Release the slot of the message to the sender."""
         self._memory.unmap(self._start, self._into.nbytes)
         self._memory.count_read(self._slot, self._rank)
 
 
 class Lent(Reading):
-    """A message that is read where the sender has put it; `into` only has its size and dtype.
+    """A message that is read in the sender's memory, without a copy; only the shape and dtype of `into` are used.
 
     Attributes:
         value: the message, between `wait` and `give_back`; it must not be written.
@@ -318,11 +318,11 @@ class Lent(Reading):
 
 
 def _mapped(process: int, fd: int, nonce: str, ranks: int) -> _Memory:
-    """Return the memory of another process.
+    """Map the memory of another process.
 
     Raises:
-        OSError: if this process may not, or cannot, map it.
-        ValueError: if it is the memory of a process with the same number on another host.
+        OSError: if this process cannot map the memory, or has no permission.
+        ValueError: for this process itself, or for a process with the same number on another host.
     """
     if process == os.getpid():
         raise ValueError("ranks in one process")
