@@ -1,7 +1,7 @@
-"""`BlockCodes` quantises numbers for messages: integers of 8 or 4 bits, with a float32 scale for each block.
+"""`BlockCodes` quantises tensors for messages, to integers of 8 or 4 bits with a float32 scale for each block.
 
-A block is a number of consecutive elements of a row; the last block of a row may be shorter. Its scale is its largest
-absolute value, divided by the largest integer (127 or 7). Everything here is pure arithmetic.
+A block consists of consecutive elements of a row; the last block of a row may be shorter. The scale of a block is the
+largest absolute value, divided by the largest integer (127 or 7). This module is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _SCALE_BYTES = 4
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # or values would be divided by zero, or by a number without precision
-# Slightly less than the largest number, or the product of an integer and a scale that was rounded up would overflow.
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # avoids division by zero, or by a number without precision
+# Less than the largest number, so that the product of the largest integer and a rounded-up scale does not overflow.
 _MOST = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)
 
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """The format of quantised rows: for each row the scales of its blocks in float32, and then its integers.
+    """The format of quantised rows: each row contains the float32 scales of all blocks, followed by the integers.
 
-    A value differs by at most half a scale from the original value, apart from the rounding of float32. Zeros are
-    exact. If a block contains a value that is not finite, all of its values become NaN.
+    A decoded value differs from the original by at most half a scale, in addition to the rounding of float32. Zeros
+    are exact. If a block contains a value that is not finite, all values of the block become NaN.
 
     Args:
         bits: 8, or 4 with two integers in each byte.
-        block: the number of elements with a common scale, an even number.
+        block: the number of elements that share a scale, an even number.
 
     Raises:
-        ValueError: for another number.
+        ValueError: for unsupported values of `bits` or `block`.
     """
 
     bits: int
@@ -46,11 +46,11 @@ class BlockCodes:
             raise ValueError(f"block must be an even positive number of elements, got {self.block!r}")
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a row of so many elements."""
+        """Return the number of bytes of a row with `numel` elements."""
         return _SCALE_BYTES * self._num_blocks(numel) + -(-numel * self.bits // 8)
 
     def encoded(self, rows: Tensor) -> Tensor:
-        """Return the bytes ``[r, nbytes(n)]`` of rows ``[r, n]`` in one of the `DTYPES`."""
+        """Quantise rows ``[r, n]`` in one of the `DTYPES`, and return their bytes ``[r, nbytes(n)]``."""
         num_rows, numel = rows.shape
         padded = self._num_blocks(numel) * self.block
         blocks = F.pad(rows.float(), (0, padded - numel)).view(num_rows, -1, self.block)
@@ -62,9 +62,9 @@ class BlockCodes:
         return torch.cat([scales.view(torch.uint8), self._packed(integers, numel)], dim=1)
 
     def decoded(self, message: Tensor, numel: int) -> Tensor:
-        """Return the float32 rows ``[r, numel]`` of bytes ``[r, nbytes(numel)]``."""
+        """Return the decoded float32 rows ``[r, numel]`` of bytes ``[r, nbytes(numel)]``."""
         end = _SCALE_BYTES * self._num_blocks(numel)
-        # A copy, because the bytes need not be aligned.
+        # Copied, because the bytes may not be aligned.
         scales = message[:, :end].clone(memory_format=torch.contiguous_format).view(torch.float32)
         values = self._unpacked(message[:, end:])[:, :numel]
         return values * scales.repeat_interleave(self.block, dim=1)[:, :numel]

@@ -1,8 +1,8 @@
 """Parameters that are already `DTensor`s: their local parts on this rank, and the conversion back to `DTensor`s.
 
-Tensor parallelism shards parameters over a separate device mesh. The library shards each rank's local part over the
-data-parallel ranks, and modules see `DTensor`s around the gathered local parts. All code that depends on `DTensor`s is
-in this module. `torch.distributed.tensor` takes a second to import, so it is imported only if a `DTensor` exists.
+Tensor parallelism shards parameters over a separate device mesh. The library shards each rank's local part across the
+data-parallel ranks, and modules see `DTensor`s around the gathered local parts. `torch.distributed.tensor` takes a
+second to import, so this module imports it only if a `DTensor` exists.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def is_dtensor(value: Any) -> bool:
 
 
 def is_annotated(tensor: Tensor) -> bool:
-    """Return whether a plain tensor is annotated with its place on a mesh, by the package `spmd_types`."""
+    """Return whether the package `spmd_types` has annotated a plain tensor with placements on a mesh."""
     module = sys.modules.get("spmd_types")
     return module is not None and not is_dtensor(tensor) and bool(module.get_local_type(tensor))
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's local part of a `DTensor`, in the same memory; a plain tensor is its own."""
+    """Return this rank's local part of a `DTensor`, in the same memory; return a plain tensor unchanged."""
     if is_dtensor(tensor):
         with torch.no_grad():
             tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -48,12 +48,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def held_part(tensor: Tensor) -> Tensor:
-    """The very tensor that a `DTensor` holds, at no cost."""
+    """Return the local tensor object of a `DTensor`, without a call of torch."""
     return tensor._local_tensor  # type: ignore[attr-defined]  # private, see `set_local_part`
 
 
 def set_local_part(tensor: Tensor, local: Tensor) -> None:
-    """Set the local tensor of a `DTensor` to `local`, without copying it."""
+    """Set the local tensor of a `DTensor`, or the data of a plain tensor, to `local` without a copy."""
     if is_dtensor(tensor):
         tensor._local_tensor = local  # type: ignore[attr-defined]  # private; no public way (torch 2.11 to 2.15)
     else:
@@ -61,8 +61,8 @@ def set_local_part(tensor: Tensor, local: Tensor) -> None:
 
 
 def beside(tensor: Tensor, local: Tensor) -> Tensor:
-    """A `DTensor` around another local part of the same shape and dtype, quickly; shares its memory."""
-    # private, as `from_local` takes 60 us (torch 2.11 to 2.15); of `__init__`, which does nothing, dynamo makes 10
+    """Return a `DTensor` like `tensor` around another local part of the same shape and dtype, in the same memory."""
+    # private: `from_local` takes 60 us (torch 2.11 to 2.15). `__init__` does nothing, but dynamo makes it take 10 us.
     made: Tensor = type(tensor).__new__(type(tensor), local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
     return made
 
@@ -72,25 +72,25 @@ def become(tensor: Tensor, other: Tensor) -> None:
     with torch.no_grad():
         if tensor.is_meta is other.is_meta:
             tensor.data = other
-        else:  # which no `.data` crosses; private, what torch.utils.swap_tensors does (torch 2.11 to 2.15)
+        else:  # not possible with `.data`; private, as in torch.utils.swap_tensors (torch 2.11 to 2.15)
             torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
-    for name in ("_local_tensor", "_spec"):  # private; swap_tensors refuses what is held weakly (torch 2.11 to 2.15)
+    for name in ("_local_tensor", "_spec"):  # private; swap_tensors rejects weak references (torch 2.11 to 2.15)
         setattr(tensor, name, getattr(other, name))
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """A tensor that may be the result of a collective of `DTensor`'s in flight, when it is there."""
+    """Wait for a tensor if it is the result of a `DTensor` collective in flight, and return it."""
     return tensor.wait() if _is_in_flight(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of the storage that a tensor lies in; 0 if it lies in none, and so in none of ours."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, as is all of it (torch 2.11 to 2.15)
+    """Return the address of a tensor's storage; 0 if it has no strided storage, or if the tensor is in flight."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, like all of functorch (2.11 to 2.15)
         tensor = torch._C._functorch.get_unwrapped(tensor)
     tensor = local_part(tensor)
     if _is_in_flight(tensor) or tensor.layout is not torch.strided:
         return 0
-    if hasattr(type(tensor), "__tensor_flatten__"):  # a class around others
+    if hasattr(type(tensor), "__tensor_flatten__"):  # a subclass with inner tensors
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return memory_of(getattr(tensor, names[0])) if names else 0
     return tensor.untyped_storage().data_ptr()
@@ -106,10 +106,10 @@ class DimSharding:
     """The sharding of a tensor along a mesh dimension; outer mesh dimensions may have divided the tensor already."""
 
     mesh_dim: int
-    dim: int  # of the tensor
-    total: int  # its size before it is sharded so
-    each: int  # the size of a part; of the last ones less is left, or nothing
-    place: int  # the number of this rank's part, by its coordinate in the mesh, in which ranks may have any order
+    dim: int  # the sharded dimension of the tensor
+    total: int  # the size of this dimension before this sharding
+    each: int  # the size of a part; the last parts may be smaller or empty
+    place: int  # the index of this rank's part: its coordinate in the mesh, whose ranks may be in any order
 
     def range(self, place: int) -> tuple[int, int]:
         """Return the first element of a part, and its length."""
@@ -122,26 +122,26 @@ class MeshPart:
     """The mesh, placements and shape of a `DTensor`, without its local part."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]  # for each dimension of the mesh
-    shape: torch.Size  # of the unsharded tensor
-    # The dimensions for data parallelism, along which a gradient is still to be summed: that is a reduce-scatter.
+    placements: tuple[Placement, ...]  # one for each dimension of the mesh
+    shape: torch.Size  # the shape of the unsharded tensor
+    # The data-parallel dimensions of the mesh. The library's reduce-scatter sums gradients along these dimensions.
     data_dims: frozenset[int] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, tensor: Tensor) -> MeshPart | None:
-        """None for a plain tensor."""
+        """Return the part of a `DTensor`; None for a plain tensor."""
         if not is_dtensor(tensor):
             return None
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshPart:
-        return self  # the ranks are the same ones
+        return self  # copies use the same ranks
 
     @cached_property
     def sharded_dims(self) -> tuple[int, ...]:
-        """The dimensions of the mesh along which ranks hold different elements, in the order in which they shard.
+        """The mesh dimensions along which ranks hold different elements, in the order of sharding.
 
-        A `_StridedShard` divides the parts of the dimensions to its right, so it follows them.
+        A `_StridedShard` divides the parts of the mesh dimensions to its right, so these dimensions are first.
         """
         dims = [number for number, placement in enumerate(self.placements) if hasattr(placement, "dim")]
         strided = [number for number in dims if not self.placements[number].is_shard()]
@@ -149,7 +149,7 @@ class MeshPart:
 
     @cached_property
     def shardings(self) -> tuple[DimSharding, ...]:
-        """The shardings, in the order of `sharded_dims`: each divides the part that the previous shardings give."""
+        """The shardings in the order of `sharded_dims`. Each divides the part that results from the previous ones."""
         return self._shardings_at(self.mesh.get_coordinate() or ())
 
     def _shardings_at(self, place: Sequence[int]) -> tuple[DimSharding, ...]:
@@ -177,31 +177,31 @@ class MeshPart:
 
     @property
     def kind(self) -> Hashable:
-        """A key that parameters of a flat parameter share; it identifies the ranks that hold the same elements."""
+        """A key that must be equal for all parameters of a flat parameter: the mesh and its sharded dimensions."""
         return self.mesh, self.sharded_dims
 
     @property
     def spread(self) -> str:
-        """Shape and placements as text, the same on all ranks of the mesh."""
+        """The shape and placements as text, the same on all ranks of the mesh."""
         names = self.mesh.mesh_dim_names or [f"dim {number}" for number in range(self.mesh.ndim)]
         dims = enumerate(zip(self.placements, names, strict=True))
         over = [f"{placement!r} over {name} of {self.mesh.size(number)}" for number, (placement, name) in dims]
         return f"of {list(self.shape)}, {', '.join(over)}"
 
     def __str__(self) -> str:
-        # With this rank's place in the mesh: equal parts of other places must not be taken for the same.
+        # Contains this rank's coordinates in the mesh, to distinguish parts on different ranks.
         place = enumerate(self.mesh.get_coordinate() or ())
         return f"{self.spread}, at {[number for dim, number in place if dim not in self.data_dims]}"
 
     def dtensor(self, local: Tensor) -> DTensor:
-        """A `DTensor` around a local part; shares its memory, and has no graph."""
+        """Return a `DTensor` around a local part, in the same memory and without a graph."""
         from torch.distributed.tensor import DTensor
 
         made: DTensor = DTensor.__new__(DTensor, local.detach(), self._spec(local.dtype), requires_grad=False)
         return made
 
     def shown(self, local: Tensor) -> Tensor:
-        """Return the tensor that modules compute with, around the unsharded local part."""
+        """Return the tensor that modules use for computation, around the unsharded local part."""
         return self.dtensor(local)
 
     @cached_property
@@ -209,10 +209,10 @@ class MeshPart:
         return repr(self.placements)
 
     def _spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The specification of a contiguous `DTensor`, which equal parameters share, as results of operators do."""
+        """Return the specification of a contiguous `DTensor`; equal parameters share a single object."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private, see `beside`
 
-        # Meshes of ended process groups may be equal. Hashes of placements fail while the interpreter shuts down.
+        # Meshes of destroyed groups may compare equal. Hashes of placements fail during interpreter shutdown.
         key = (id(self.mesh), self._placements_text, self.shape, dtype)
         spec = _specs.get(key)
         if spec is None:
@@ -221,10 +221,11 @@ class MeshPart:
         return spec
 
     def gradient(self, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return this rank's part of a gradient. Collective over the mesh if the gradient is not yet summed over it.
+        """Return this rank's part of a gradient. Collective over the mesh if the gradient's placements differ.
 
         Args:
-            dtype: in which it is summed, if that is wider than its own.
+            gradient: a plain local gradient, which is returned unchanged, or a `DTensor`.
+            dtype: the dtype of the sum, if wider than the gradient's dtype.
         """
         if not is_dtensor(gradient):
             return gradient
@@ -239,9 +240,9 @@ class MeshPart:
         return arrived(local_part(gradient))
 
     def to_local(self, name: str, value: Tensor) -> Tensor:
-        """This rank's part of an unsharded value, sharing its memory, or of a `DTensor` of whatever placements.
+        """Return this rank's part of an unsharded value, in the same memory, or of a `DTensor` with any placements.
 
-        Collective over the value's mesh if it is a `DTensor` of other placements. Another shape is a ValueError.
+        Collective over the value's mesh for a `DTensor` with different placements. Raises ValueError for another shape.
         """
         if value.shape != self.shape:
             raise ValueError(f"{name}: expected shape {tuple(self.shape)}, got {tuple(value.shape)}")
@@ -253,17 +254,17 @@ class MeshPart:
         return self.held_of(value)
 
     def held_of(self, value: Tensor) -> Tensor:
-        """This rank's part of an unsharded, plain value; shares its memory."""
+        """Return this rank's part of an unsharded plain tensor, in the same memory."""
         for sharding in self.shardings:
             value = value.narrow(sharding.dim, *sharding.range(sharding.place))
         return value
 
 
-_specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDictionary()  # as long as they are in use
+_specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDictionary()  # the specifications in use
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Collective over the mesh. Return a `DTensor` as a plain tensor, which may share memory, or the plain tensor."""
+    """Collective over the mesh. Return a `DTensor` as a plain tensor, maybe in the same memory; or a plain tensor."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -276,9 +277,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _in_host_memory(tensor: DTensor) -> DTensor:
-    """Return a copy on a mesh of CPUs with the same process groups.
+    """Return a copy on a CPU mesh with the same process groups.
 
-    torch's all-gather of a `DTensor` on CUDA over gloo ends the process with SIGSEGV (torch 2.11, see
+    Otherwise, torch's all-gather of a `DTensor` on CUDA over gloo ends the process with SIGSEGV (torch 2.11, see
     https://github.com/pytorch/pytorch/issues/152645).
     """
     from torch.distributed.device_mesh import DeviceMesh
@@ -293,10 +294,9 @@ def _in_host_memory(tensor: DTensor) -> DTensor:
 
 
 def settled_gradient(param: Tensor) -> Tensor | None:
-    """Return this rank's part of an unsharded parameter's gradient, to be modified in place; None without a gradient.
+    """Return this rank's part of an unsharded parameter's gradient, for in-place changes; None without a gradient.
 
-    Collective over the parameter's mesh if the parameter is a `DTensor` and its gradient is not yet summed over the
-    mesh.
+    Collective over the parameter's mesh if the parameter is a `DTensor` and the placements of its gradient differ.
     """
     grad, part = param.grad, MeshPart.of(param)
     if grad is not None and part is not None:
@@ -307,7 +307,7 @@ def settled_gradient(param: Tensor) -> Tensor | None:
 
 
 def refuse_part_of_others(name: str, value: Any) -> None:
-    """Raise RuntimeError for a `DTensor` of a file of another rank: torch loads it with its mesh, as of that rank."""
+    """Raise RuntimeError for a `DTensor` from the file of another rank: its mesh contains that rank's coordinates."""
     if not is_dtensor(value) or (place := value.device_mesh.get_coordinate()) is None:
         return
     ranks = value.device_mesh.mesh
@@ -344,7 +344,7 @@ def check_placements(name: str, param: Tensor) -> None:
 
 
 def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) -> None:
-    """Raise ValueError if a parameter is spread already over ranks of `group`, or is for another kind of device."""
+    """Raise ValueError if the mesh of a `DTensor` has ranks of `group` besides this one, or another device type."""
     part = MeshPart.of(param)
     if part is None:
         return
@@ -364,14 +364,14 @@ def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) ->
 
 
 def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the ranks over which a `DTensor` is spread when its local part is sharded over `mesh`.
+    """Return the mesh of all ranks of a `DTensor` whose local part is sharded over `mesh`.
 
     Raises:
-        ValueError: if the `DTensor` is already on some of these ranks, or the meshes have different roots.
+        ValueError: if the `DTensor` is already on some ranks of `mesh`, or if the meshes have different roots.
     """
     try:
         return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 to 2.15)
-    except (RuntimeError, ValueError, TypeError) as error:  # one root, dimensions of their own, names
+    except (RuntimeError, ValueError, TypeError) as error:  # requires a common root, separate dimensions, and names
         raise ValueError(
             f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}, which is no other "
             'dimension of the same mesh. Make one mesh of both, init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
@@ -380,7 +380,7 @@ def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.device) -> None:
-    """Raise ValueError if gathered parts would be on another kind of device than the mesh."""
+    """Raise ValueError if the device type of gathered parts would differ from the device type of the mesh."""
     for part in parts:
         if part is not None and part.mesh.device_type != device.type:
             raise ValueError(
@@ -391,11 +391,11 @@ def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.devi
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """The groups of ranks that a model's `DTensor`s are spread over: together, the tensor-parallel ranks.
+    """The process groups of a model's `DTensor`s, which together contain the tensor-parallel ranks.
 
     Attributes:
-        groups: by their ranks.
-        inside: those among the ranks of data parallelism, as expert parallelism has them; not in `groups`.
+        groups: the groups by ranks.
+        inside: the ranks of groups within the data-parallel ranks, as in expert parallelism; not in `groups`.
     """
 
     groups: dict[tuple[int, ...], Any]
@@ -419,20 +419,20 @@ class MeshGroups:
         return cls({ranks: group for ranks, group in groups.items() if ranks not in inside}, inside)
 
     def copies(self, part: MeshPart | None) -> int:
-        """On how many of the tensor-parallel ranks each element of a parameter is found."""
+        """Return the number of tensor-parallel ranks that hold each element of a parameter."""
         own = groups_of(part.mesh) if part is not None else {}
         spread = {own[dim][0] for dim in part.sharded_dims} if part is not None else set()
         within = {ranks for ranks, _ in own.values() if ranks in self.inside}
         return math.prod(len(ranks) for ranks in self.groups.keys() | within if ranks not in spread)
 
     def inside_of(self, part: MeshPart | None) -> int:
-        """Return over how many of the data-parallel ranks a `DTensor` is spread, or replicated, by its own mesh."""
+        """Return the number of data-parallel ranks over which a `DTensor`'s mesh shards or replicates the tensor."""
         own = groups_of(part.mesh).values() if part is not None else ()
         return math.prod(len(ranks) for ranks, _ in own if ranks in self.inside)
 
 
 def groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
-    """Return for each dimension of a mesh this rank's group, with its ranks."""
+    """Return the sorted ranks and the process group of this rank for each dimension of a mesh."""
     groups = {number: mesh.get_group(number) for number in range(mesh.ndim)}
     return {number: (tuple(sorted(dist.get_process_group_ranks(group))), group) for number, group in groups.items()}
 
@@ -449,7 +449,7 @@ def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
 
 
 def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook: replace unsharded tensors for `DTensor`s by this rank's part; torch reports tensors that do not fit."""
+    """Hook: replace unsharded tensors for `DTensor`s by this rank's part; torch reports tensors of other shapes."""
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:

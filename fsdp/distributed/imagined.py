@@ -1,8 +1,8 @@
-"""Simulated ranks: a rank communicates with them as with real ranks, but counts bytes instead of sending them.
+"""Simulated ranks for planning: a rank communicates with them as with real ranks, but only counts the bytes.
 
-They are for planning. A collective allocates and sends the same amounts as a real collective, because it runs the same
-code without the messages. Received values would be undefined, so the tensors are on the meta device; where ranks
-compare values, all simulated ranks have the values of this rank.
+A collective allocates and counts the same amounts as a real collective, because the same code runs without the
+messages. Received values would be undefined, so the tensors are on the meta device. If ranks compare values, all
+simulated ranks have the values of this rank.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of a rank.
+    """A collective that a rank has called.
 
     Attributes:
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
-        what: the description in errors.
-        tag: the tag of the message, which contains the number of a handle's tag.
-        nbytes: the bytes of parameters and gradients that this rank sends.
+        what: the description for error messages.
+        tag: the tag of the message, which contains a handle's tag.
+        nbytes: the number of bytes of parameters and gradients that this rank sends.
     """
 
     kind: str
@@ -43,16 +43,16 @@ class Message:
 
 @dataclass(eq=False)
 class ImaginedGroup:
-    """A process group of which only a single rank exists.
+    """A process group in which only a single rank exists.
 
     Args:
-        number: the rank that exists.
-        ranks: the number of simulated ranks.
-        sends_pieces: if True, the ranks would communicate as on gloo, by messages from rank to rank; if False, by the
-            backend's collectives, as on NCCL, which are assumed to send as few bytes as rings do.
+        number: the number of the existing rank.
+        ranks: the world size.
+        sends_pieces: if True, communicate as on gloo, by point-to-point messages; if False, use a backend's
+            collectives, as on NCCL, which are assumed to send the same number of bytes as rings.
 
     Attributes:
-        sent: the messages of the rank, in order, without control messages.
+        sent: the collectives of the rank, in order, without control messages.
     """
 
     number: int
@@ -68,7 +68,7 @@ class ImaginedGroup:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Allow sharding models over the group inside the context."""
+        """Allow models to be sharded over this group in the context."""
         way = (_ImaginedExchange if self.sends_pieces else _ImaginedCollectives)(self)
         keys = [(self, device.type, type(checked(self, False)), False) for device in (HOST, META)]
         communicators.update(dict.fromkeys(keys, way))
@@ -79,7 +79,7 @@ class ImaginedGroup:
                 del communicators[key]
 
     def note(self, kind: str, what: str, tag: Tag, nbytes: float) -> None:
-        """Count a collective."""
+        """Append a collective to `sent`."""
         self.sent.append(Message(kind, what, tag, round(nbytes)))
 
 
@@ -94,7 +94,7 @@ class _Imagined(TorchCollectives):
 
 
 class _ImaginedExchange(_Imagined, DirectExchange):
-    """Messages from rank to rank, which are never received."""
+    """Point-to-point messages, which are counted instead of sent."""
 
     def _post(
         self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages, *, is_lent: bool = False
@@ -102,14 +102,14 @@ class _ImaginedExchange(_Imagined, DirectExchange):
         names = {"gather": "all-gather", "reduction": "reduce-scatter"}
         sent = [each for tensors in outgoing.values() for each in tensors]
         self._note(names.get(kind, kind), what, tag, sum(each.nbytes for each in sent))
-        return [], [SimpleNamespace(wait=lambda *_: None, sent=sent)]  # holds these until it is awaited, as gloo's do
+        return [], [SimpleNamespace(wait=lambda *_: None, sent=sent)]  # keeps `sent` alive until awaited, like gloo
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
-        return Pending(what, (), lambda: tensor)  # only words are reduced like this
+        return Pending(what, (), lambda: tensor)  # only control messages use this collective
 
 
 class _ImaginedCollectives(_Imagined):
-    """The collectives of a backend, without communication; they use the same tensors as `TorchCollectives`."""
+    """The collectives of a backend, without communication, with the same tensors as in `TorchCollectives`."""
 
     @property
     def _ring(self) -> float:

@@ -1,7 +1,7 @@
-"""A journal is what this rank has done that must be alike on all ranks of a model, such as its optimizers' steps.
+"""A journal records operations of this rank that must be equal on all ranks of a model, for example optimizer steps.
 
-Its pages are numbered by something that all ranks count alike. Entries of a page have no order. The next page closes
-a page, which can then be compared with the same page of other ranks (`roll_call`).
+Pages are numbered by an event that all ranks count equally. Entries of a page are unordered. The next page closes a
+page, which can then be compared with the same page of other ranks (`roll_call`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-KEPT = 1024  # pages on which there is something
+KEPT = 1024  # the maximum number of pages with entries
 
 
 @dataclass
 class Settings:
-    """The settings of how the ranks compare what they do, see `set_watchdog`."""
+    """The settings for comparisons between ranks, see `set_watchdog`."""
 
     raises: bool = False
     replicas_every: int = 1000
@@ -28,31 +28,31 @@ settings = Settings()
 
 
 class Finding(NamedTuple):
-    """A finding has the words for a difference between ranks, in messages."""
+    """The texts of a message about a difference between ranks."""
 
-    meaning: str  # with {page} for the number of the page
-    remedy: str  # a sentence for the end
-    begin: str = ""  # of the lines that it is about
+    meaning: str  # the first line, with {page} for the number of the page
+    remedy: str  # the last sentence
+    begin: str = ""  # the prefix of the lines to which the finding applies
 
 
 class Journal:
-    """A record of what one model has done on this rank.
+    """A record of the operations of a model on this rank.
 
     Args:
-        name: alike on all its ranks, and of no other journal of these ranks.
-        ranks: all that keep this journal, by their numbers in the default process group.
-        error: what is said of a difference.
-        warning_of: what is said where nothing differs but lines that begin in its way.
+        name: the name, the same on all ranks, and unique among the journals of these ranks.
+        ranks: the global ranks that keep this journal.
+        error: the message for a difference.
+        warning_of: the optional message for a difference that is limited to lines with its prefix.
 
-    A journal has no reference to the model, which the watchdog's thread would keep alive.
+    A journal contains no reference to the model, because the watchdog's thread would keep the model alive.
 
     Attributes:
-        page: the number of the page that is open.
-        notes: by page, how often each thing was noted with each text. `note` writes to them, and so do hot paths, which
+        page: the number of the open page.
+        notes: the counts of noted objects and texts, by page. `note` writes to them. Hot paths also do so directly, and
             call `forget` if there are too many pages.
-        difference: how the ranks differ; empty while nobody has found that they do.
-        is_raised: this rank knows it, by an error.
-        warning: the first difference that is no error; empty while nobody has found one.
+        difference: a description of the difference between the ranks; empty if no difference is known.
+        is_raised: if True, this rank has raised an error for the difference.
+        warning: the first difference that is only a warning; empty if there is none.
     """
 
     def __init__(self, name: str, ranks: Iterable[int], error: Finding, warning_of: Finding | None = None) -> None:
@@ -62,20 +62,20 @@ class Journal:
         self.difference = self.warning = ""
         self.is_raised = False
         self.page = 0
-        self.first_unsent = 0  # those before it have been sent to the rank that compares, or are forgotten
+        self.first_unsent = 0  # earlier pages were sent to the comparing rank, or deleted
         self.notes: dict[int, dict[tuple[Hashable, str], int]] = {}
-        # A model before it may have had the name, in another default process group, and not be freed yet.
+        # An earlier model with the same name, in another default process group, may still exist.
         for before in [each for each in list(journals) if each.name == self.name]:
             journals.discard(before)
         journals.add(self)
 
     def note(self, what: Hashable, text: str) -> None:
-        """Note something on the open page.
+        """Add an entry to the open page.
 
         Args:
-            what: tells things apart that this rank has and others may not have: of those with the same text only that
-                with the most notes counts.
-            text: describes it, alike on all ranks; several lines are shown each by itself.
+            what: identifies an object of this rank, such as an optimizer, which may not exist on other ranks. Of the
+                objects with the same text, only the largest count is compared.
+            text: the description, the same on all ranks; multiple lines are shown separately.
         """
         notes = self.notes.setdefault(self.page, {})
         notes[what, text] = notes.get((what, text), 0) + 1
@@ -88,7 +88,7 @@ class Journal:
         del self.notes[oldest]
 
     def finding(self, lines: Iterable[str]) -> tuple[Finding, list[str]]:
-        """Return what is to be said of lines that not all ranks have, and which of them it is about."""
+        """Return the finding for lines that are not equal on all ranks, and the lines to which it applies."""
         minor = self._warning_of
         major = [line for line in lines if minor is None or not line.startswith(minor.begin)]
         return (self._error, major) if major or minor is None else (minor, list(lines))
@@ -97,10 +97,10 @@ class Journal:
         return finding is self._error or settings.raises
 
     def closed(self) -> tuple[int, list[str]]:
-        """Return the number of the first closed page that was not sent yet, and digests of all from there."""
+        """Return the number of the first closed page that was not sent, and the digests of all closed pages from it."""
         first, end = self.first_unsent, self.page
         digests = [_digest(self.lines(number)) for number in range(first, end)]
-        kept = self.first_unsent  # another thread may have forgotten a page meanwhile
+        kept = self.first_unsent  # another thread may have deleted a page meanwhile
         return kept, digests[kept - first :]
 
     def lines(self, page: int) -> list[str]:

@@ -1,9 +1,9 @@
-"""Gradients summed in the order of micro-batches: `SumByMicroBatch` is a communicator that takes the place of a sum.
+"""`SumByMicroBatch` is a communicator that sums gradients in the order of micro-batches, for any number of ranks.
 
-A reduce-scatter adds the gradients of W ranks, and an accumulation adds the results of several reduce-scatters. The
-order of additions, and so the bits, differ for each W. With this communicator, ranks exchange the pieces unchanged.
-Rank r computes its k-th gradient of a step with micro-batch ``k * W + r``. So the pieces of consecutive reductions,
-each in the order of ranks, are in the order of micro-batches for each W, and a `TreeSum` adds them.
+A reduce-scatter adds the gradients of W ranks, and accumulation adds the results of multiple reduce-scatters. The
+order of additions, and therefore the bits, depend on W. With this communicator, ranks exchange the pieces unchanged.
+Rank r computes its k-th gradient of a step with micro-batch ``k * W + r``. The pieces of consecutive reductions, each
+in rank order, are therefore in the order of micro-batches for any W. A `TreeSum` adds them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fsdp.distributed.tree_sum import TreeSum
 
 
 class MicroBatchSums:
-    """`MicroBatchSums` are the sums of a step's gradients, each of as many micro-batches as were reduced so far.
+    """The sums of a step's gradients over the micro-batches that were reduced so far.
 
     Args:
-        micro_batches: so many has a step.
+        micro_batches: the number of micro-batches in a step.
 
     Attributes:
-        step: stands for the step that is being computed; None between steps.
+        step: an object that identifies the current step; None between steps.
     """
 
     def __init__(self, micro_batches: int) -> None:
@@ -35,23 +35,23 @@ class MicroBatchSums:
         self._added: dict[Tag, int] = {}
 
     def begin(self) -> None:
-        """Begin a step; delete the remains of an abandoned step."""
+        """Begin a step, and delete the sums of an aborted step."""
         self.end()
         self.step = object()
 
     def end(self) -> None:
-        """The step has ended, or is given up."""
+        """End or abort the step."""
         self.step = None
         self._sums.clear()
         self._added.clear()
 
     @property
     def added(self) -> set[int]:
-        """Return the numbers of micro-batches of all gradients: a single number, if all are equal."""
+        """The numbers of micro-batches added to each gradient: a single number if all are equal."""
         return set(self._added.values())
 
     def require_step(self, what: str) -> object:
-        """Return the step; raise an error for a reduction between steps."""
+        """Return the current step; raise RuntimeError for a reduction between steps."""
         if self.step is None:
             raise RuntimeError(
                 f"{what}: this backward is of no micro-batch. With fsdp.SameBits, each is inside of `for number in "
@@ -60,15 +60,15 @@ class MicroBatchSums:
         return self.step
 
     def add(self, step: object, tag: Tag, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Take this rank's piece ``[n]`` of each rank's gradient, in the order of ranks, as it was sent in a step.
+        """Add this rank's piece ``[n]`` of every rank's gradient, in rank order, to the sum of `tag`.
 
         Returns:
-            The mean ``[n]`` over all micro-batches of the step, of this dtype, if these were the last ones, and zeros
-            before: the two are to be added up.
+            The mean ``[n]`` over all micro-batches of the step in `dtype` after the last micro-batch, and zeros
+            before. The caller adds up the results of all calls.
         """
         zeros = pieces[0].new_zeros(pieces[0].shape, dtype=dtype)
         if step is not self.step:
-            return zeros  # of a backward that was given up
+            return zeros  # the pieces are from an aborted step
         wide = torch.promote_types(torch.promote_types(pieces[0].dtype, dtype), torch.float32)
         total = self._sums.setdefault(tag, TreeSum())
         for piece in pieces:
@@ -77,19 +77,19 @@ class MicroBatchSums:
         if total.count < self._micro_batches:
             return zeros
         del self._sums[tag]
-        # Added to zeros, as it is where there was an earlier reduction: a negative zero would be a positive one there.
+        # Added to zeros, as after an earlier reduction, where the addition changes negative zeros to positive zeros.
         return zeros.add_(total.total().div_(self._micro_batches).to(dtype))
 
 
 class SumByMicroBatch(InFront):
-    """A communicator in which gradients are summed in the order of micro-batches."""
+    """A communicator that sums gradients in the order of micro-batches."""
 
     def __init__(self, behind: Communicator, collective: MicroBatchSums) -> None:
         super().__init__(behind, collective)
-        self.sends_pieces = True  # or what is replicated would be summed by an all-reduce
+        self.sends_pieces = True  # otherwise, `summed` would use an all-reduce for replicas
 
     def serves(self, sums: MicroBatchSums) -> bool:
-        """Return whether it adds to these."""
+        """Return whether this communicator adds to `sums`."""
         return self._collective is sums
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
@@ -99,7 +99,7 @@ class SumByMicroBatch(InFront):
 
         def added(received: list[Tensor]) -> Tensor:
             if self.world_size > 1:
-                received[self.rank] = received[self.rank].clone()  # or all of `full` would live as long as a part of it
+                received[self.rank] = received[self.rank].clone()  # otherwise this piece would keep all of `full` alive
             return sums.add(step, tag, received, kind)
 
         return self._behind.swap(pieces, what, ("micro-batch", *words_of(tag)), added)

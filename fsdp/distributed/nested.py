@@ -1,7 +1,7 @@
-"""`Nested` reaches the ranks of a rectangle of two groups: shards that are divided over replicas again.
+"""`Nested` is the communicator of a rectangle of two groups, for shards that are divided again across replicas.
 
-The rank at place `s` of its shard group, and at place `r` of its R replicas, has the number ``s * R + r``. The shards
-of the replicas of a rank are neighbours in the gathered tensor, so each collective is a collective along each group.
+A rank with index `s` in its shard group, and index `r` among its R replicas, has index ``s * R + r``. The shards of a
+rank's replicas are neighbours in the gathered tensor, so a collective consists of one collective along each group.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag, 
 
 
 class Nested(Communicator):
-    """The ranks of a rectangle.
+    """A communicator of all ranks of a rectangle.
 
     Args:
-        shard, replicas: this rank's row and column.
-        together: all ranks in a group of their own, for messages between two of them; None if there is none.
-        ranks: their numbers, in the order of this communicator; empty without `together`.
+        shard, replicas: the communicators of this rank's row and column.
+        together: the communicator of a group of all ranks, for messages between any two ranks; None if there is none.
+        ranks: the global ranks, in the order of this communicator; empty without `together`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Nested(Communicator):
         self.group = None if together is None else together.group
         self.peers_answer = shard.peers_answer and replicas.peers_answer
         self.sends_pieces = shard.sends_pieces or replicas.sends_pieces
-        # The numbers in `together`, which sorts ranks.
+        # The indices in `together`, whose ranks are sorted.
         self._places = [sorted(ranks).index(rank) for rank in ranks]
 
     @property
@@ -59,7 +59,7 @@ class Nested(Communicator):
         return self._of(*(each.apart() for each in self._parts))
 
     def new_tag(self) -> int:
-        # Of the group of all ranks, so that no two meshes over it have the same.
+        # A tag of the group of all ranks, so that tags are unique among all meshes over this group.
         return super().new_tag() if self._together is None else self._together.new_tag()
 
     def take_order(self) -> int:
@@ -92,7 +92,7 @@ class Nested(Communicator):
 
         def gathered() -> Tensor:
             first.wait()
-            # Collectives of a backend may not read from where they write.
+            # In collectives of a backend, input and output must not overlap.
             own = part if self._shard.sends_pieces or self._shard.world_size == 1 else part.clone()
             return self._shard.all_gather(full, own, what, _inside(tag)).wait()
 
@@ -144,7 +144,7 @@ class Nested(Communicator):
 
 
 def _inside(tag: Tag) -> Tag:
-    """Return a tag that no handle has which communicates over one of the two groups alone."""
+    """Return a tag that differs from the tags of handles that communicate over only one of the two groups."""
     return ("nested", *words_of(tag))
 
 
@@ -154,7 +154,7 @@ _nested: dict[tuple[Communicator, Communicator], Nested] = made_once_for_groups(
 def nested(
     shard: Communicator, replicas: Communicator, together: Communicator | None, ranks: Sequence[int]
 ) -> Communicator:
-    """Return the communicator of a rectangle; one object for two groups, so that its tags are unique."""
+    """Return the communicator of a rectangle. Each pair of groups has a single object, so that tags are unique."""
     if replicas.world_size == 1:
         return shard
     if (shard, replicas) not in _nested:

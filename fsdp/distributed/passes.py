@@ -1,6 +1,6 @@
-"""The passes of this rank, its forwards and backwards, with the units that it ran in them.
+"""The passes (forwards and backwards) of this rank, with the units that ran during each pass.
 
-The hot path appends names. They are compared with those of other ranks when a rank has waited too long (`paths`).
+The hot path only appends names. When a rank has waited too long, names are compared across ranks (`paths`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from fsdp.distributed.communicator import named
 
-_KEPT = 8  # passes
-_MOST_UNITS = 1000  # of a pass; a forward that loops inside of itself may come to any number
-_SHOWN = 4  # units of a pass, in reports
+_KEPT = 8  # the number of recorded passes
+_MOST_UNITS = 1000  # the maximum number of recorded units in a pass; a forward with a loop may run any number
+_SHOWN = 4  # the maximum number of units of a pass in reports
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Pass:
         model: the name of the outermost unit in the pass.
         ranks: the ranks of the model.
         mode: another property that must be equal on all ranks, such as "without gradients".
-        reduced: the flat parameters of which a backward reduces gradients, with their frozen parts.
+        reduced: the flat parameters whose gradients a backward reduces, with their frozen parts.
         units: the units that the pass has reached, in order.
-        is_over: the pass has ended on this rank; not if a collective has failed in it.
+        is_over: if True, the pass has ended on this rank without a failed collective.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Pass:
         return (self.name, self.model, self.ranks) == (other.name, other.model, other.ranks)
 
     def events(self, *, units: bool = True) -> Iterator[tuple[str, Hashable]]:
-        """Yield the events that must be equal on all ranks, in the order of time; optionally without the `units`."""
+        """Yield the events that must be equal on all ranks, in temporal order; optionally without the `units`."""
         yield "begin", (self.name, self.model)
         yield "mode", tuple(self.mode)
         if not units:
@@ -65,7 +65,7 @@ class Pass:
 
 
 class Path:
-    """The passes that this rank has begun last, the oldest first."""
+    """The latest passes of this rank, the oldest first."""
 
     def __init__(self) -> None:
         self.passes: deque[Pass] = deque(maxlen=_KEPT)
@@ -74,39 +74,38 @@ class Path:
     def begin(
         self, kind: str, model: str, ranks: frozenset[int], mode: Sequence[str], reduced: Sequence[str] = ()
     ) -> Pass:
-        """Note that a forward or backward begins."""
+        """Record the start of a forward or backward."""
         self._numbers[kind, model, ranks] += 1
         begun = Pass(f"{kind} {self._numbers[kind, model, ranks]}", model, _text(ranks), mode, reduced)
         self.passes.append(begun)
         return begun
 
     def snapshot(self) -> list[Pass]:
-        """Return copies of the passes, which do not change while this rank goes on."""
+        """Return copies of the passes, which do not change while this rank continues."""
         return [replace(one, units=list(one.units)) for one in list(self.passes)]
 
     def forget(self, ranks: frozenset[int] | None = None) -> None:
-        """Count anew, the passes of models on these ranks or all: ranks may have begun different numbers of them."""
+        """Reset the passes and their numbers, which may differ between ranks, for models on `ranks` (default: all)."""
         kept = [] if ranks is None else [one for one in self.passes if one.ranks != _text(ranks)]
         numbers = {key: number for key, number in self._numbers.items() if ranks is not None and ranks not in key}
         self.passes, self._numbers = deque(kept, maxlen=_KEPT), Counter(numbers)
 
 
-_text = lru_cache(maxsize=64)(named)  # of a model's ranks, which may be thousands
-path = Path()  # of this rank
+_text = lru_cache(maxsize=64)(named)  # cached, because a model may have thousands of ranks
+path = Path()  # the path of this rank
 
 
 class Passes:
-    """The passes of a root, which all ranks run alike: for the tags of all-gathers, and for reports of hangs.
+    """The passes of a root, which must be equal on all ranks; used for tags of all-gathers and for reports of hangs.
 
     Attributes:
-        stage: the pass that all ranks are in, or were in last: its direction and mode; empty before the first one, and
-            where ranks may differ.
+        stage: the direction and mode of the current or last pass; empty before the first pass, and if ranks may differ.
     """
 
     def __init__(self) -> None:
         self.stage = ""
         self._is_stopped = False
-        self._current = self._around = Pass("", "", "", ())  # the last forward around a backward
+        self._current = self._around = Pass("", "", "", ())  # `_around`: the forward in which a backward runs
 
     def stop(self) -> None:
         """Record nothing from now on, because ranks may run different modules."""
@@ -116,9 +115,9 @@ class Passes:
         """Record a forward.
 
         Args:
-            name: of the outermost unit that is called.
-            ranks: the ranks that run it.
-            mode: as "train()".
+            name: the name of the outermost unit that is called.
+            ranks: the ranks that run the forward.
+            mode: "train()" or another mode.
         """
         if self._is_stopped:
             return
@@ -134,11 +133,11 @@ class Passes:
         """Record a backward.
 
         Args:
-            name: of the outermost unit that was called last.
-            ranks: the ranks that run it.
-            modes: how its gradients are reduced.
-            unusual: the modes that the stage names.
-            reduced: names of the handles whose gradients it reduces.
+            name: the name of the outermost unit that was called last.
+            ranks: the ranks that run the backward.
+            modes: the modes of the reduction, such as "with reduction".
+            unusual: the modes that are part of the stage.
+            reduced: the names of the handles whose gradients are reduced.
         """
         if self._is_stopped:
             return
@@ -147,7 +146,7 @@ class Passes:
         self._current = path.begin("backward", name, ranks, modes, reduced)
 
     def reach(self, unit: str) -> None:
-        """Record that the pass has come to a unit."""
+        """Record that the pass has reached a unit."""
         self._current.come_to(unit)
 
     def end_forward(self) -> None:
@@ -155,5 +154,5 @@ class Passes:
         self._current.is_over = True
 
     def end_backward(self) -> None:
-        """Record that a backward has ended; a forward around it goes on."""
+        """Record that a backward has ended; the forward in which it ran continues."""
         self._current.is_over, self._current = True, self._around

@@ -1,7 +1,7 @@
-"""Ranks that wait for each other have taken different paths; a comparison of the paths gives the cause and a remedy.
+"""Ranks that wait for each other have run different operations; a comparison shows the cause and a remedy.
 
 Each rank records its latest passes (`passes`). When a rank has waited too long, `difference` finds the first place at
-which the ranks differ; it is a function of these records, without a process group.
+which the ranks differ. This function only requires the records, and no process group.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _MODES = (
     "Have the same pass in the same mode on every rank: torch.no_grad(), eval(), no_sync(), and factors that divide "
     "gradients."
 )
-_MOST_MODES = 3  # that a message lists for each side
+_MOST_MODES = 3  # the maximum number of modes for each side in a message
 _FROZEN = "Freeze and unfreeze the same parameters on every rank (requires_grad_)."
 
 
 def difference(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> str:
-    """Return the place at which ranks have taken different paths, and the remedy; "" if the paths are equal.
+    """Return a description of the place at which the ranks' paths differ, and the remedy; "" if the paths are equal.
 
-    The order of passes and their modes are compared first, as far back as they are known. An old difference in units
-    may be harmless: units are compared first from the last forward that all ranks have begun, and then before it.
+    The order and modes of all recorded passes are compared first. An old difference in units may be harmless: units
+    are first compared from the last forward that all ranks have begun, and then from earlier forwards.
 
     Args:
         paths: the passes of each rank, the oldest first.
-        among: the ranks that wait for each other. The paths of other ranks are compared if they have the same model.
+        among: the ranks that wait for each other. The paths of other ranks are compared if they run the same model.
     """
     compared = _of_one_model(paths, among)
     first = min(compared, default=-1)
@@ -51,7 +51,7 @@ def difference(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> str
 
 
 def _of_one_model(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> dict[int, list[Pass]]:
-    """Return the passes of models on the ranks of that which the first of some ranks has run last."""
+    """Return the passes of models on the same ranks as the last model of the first rank in `among` with passes."""
     ranks = next((paths[rank][-1].ranks for rank in among if paths[rank]), None)
     found = {rank: [one for one in each if one.ranks == ranks] for rank, each in paths.items()}
     return {rank: each for rank, each in found.items() if each}
@@ -63,14 +63,14 @@ def _index(passes: Sequence[Pass], wanted: Pass) -> int:
 
 @dataclass
 class _Side:
-    """Ranks with equal paths up to and including some place, with an example of these paths."""
+    """Ranks with equal paths up to and including the place of a divergence, and an example of these paths."""
 
     ranks: Sequence[int]
     passes: Sequence[Pass]
-    number: int  # of the pass that the place is in
-    kind: str  # of the event at the place
+    number: int  # the index of the pass that contains the place
+    kind: str  # the kind of event at the place
     value: Any
-    is_usual: bool  # it was so in the pass of this kind before, too
+    is_usual: bool  # if True, the previous pass of this kind was equal up to the place
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class _Side:
 
 
 class _Divergence:
-    """A place at which ranks did not do the same: `odd` ranks did other things than the `rest`."""
+    """A place at which the operations of ranks differ: the operation of the `odd` ranks is not that of the `rest`."""
 
     def __init__(self, sides: Sequence[_Side]) -> None:
         by_trust = sorted(sides, key=lambda side: (-len(side.ranks), not side.is_usual, min(side.ranks)))
@@ -101,12 +101,12 @@ class _Divergence:
         for place in range(max(map(len, events.values()))):
             there: dict[Hashable, list[int]] = {}
             for rank, each in events.items():
-                if place < len(each):  # else it is behind, which says nothing
+                if place < len(each):  # otherwise the rank is behind, which is not a difference
                     there.setdefault(each[place], []).append(rank)
             if len(there) > 1:
                 sides = []
                 for ranks in there.values():
-                    first = max(ranks, key=lambda rank: len(events[rank]))  # which is furthest
+                    first = max(ranks, key=lambda rank: len(events[rank]))  # the rank with the most events
                     number, kind, value = events[first][place]
                     begin = [one[1:] for one in events[first][: place + 1] if one[0] == number]
                     is_usual = _is_usual(paths[first], since[first][number], begin)
@@ -178,7 +178,7 @@ class _Divergence:
 
     @property
     def _before(self) -> Sequence[str]:
-        """The units that all ranks have come to in this pass before they took different paths."""
+        """The units that all ranks have reached in this pass before the paths differ."""
         pairs = zip(self.odd.here.units, self.rest.here.units, strict=False)
         return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
@@ -192,7 +192,7 @@ def _count(side: _Side, unit: str) -> str:
 
 
 def _is_usual(passes: Sequence[Pass], present: Pass, begin: Sequence[tuple[str, Hashable]]) -> bool:
-    """Return whether a rank's last pass of the same kind and model has begun in the same way."""
+    """Return whether a rank's previous pass of the same kind and model has the same first events."""
     kind = present.name.split()[0]
     earlier = passes[: _index(passes, present)]
     before = [one for one in earlier if one.name.startswith(kind) and one.model == present.model]

@@ -1,4 +1,4 @@
-"""The positions of ranks that wait for each other, and the report of them, which names the cause."""
+"""The positions of ranks that wait for each other, and a report of the positions with the cause."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fsdp.distributed import communicator, passes
 from fsdp.distributed.communicator import named
 from fsdp.distributed.passes import Pass
 
-_FRAMES = 3  # of the user's code, that a report shows of a rank
-_PASSES = 2  # that it shows
-_NEW = 1.0  # seconds, after which all have come that come together
+_FRAMES = 3  # lines of the user's code in a report, for each rank
+_PASSES = 2  # passes in a report, for each rank
+_NEW = 1.0  # seconds after which a collective that all ranks have reached should be complete
 
 _CALLS = "Make the same calls on every rank, in the same order, and not under a condition like `if rank == 0`."
 _ARGUMENTS = "Make the call with the same arguments on every rank."
 _UNITS = "Run the same units in the same passes on every rank, and make the same calls."
 _GROUPS = "Give the same ranks to every rank (process_group, mesh, WORLD_SIZE)."
 
-# Work that may take long for a good reason, by its files.
+# Known operations that may take long, by parts of their file names.
 _SLOW = [
     ("/torch/_dynamo/", "compiling"),
     ("/torch/_inductor/", "compiling"),
@@ -39,7 +39,7 @@ _SLOW = [
     ("/bdb.py", "in a debugger"),
 ]
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
-_DECORATORS = ("wrapper", "decorate_context", "replacement")  # around public functions of torch
+_DECORATORS = ("wrapper", "decorate_context", "replacement")  # wrap public functions of torch
 _LIBRARIES = tuple(
     {str(Path(module).parent) for module in (torch.__file__, communicator.__file__.replace("/distributed/", "/"))}
     | {sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib")}
@@ -51,13 +51,12 @@ class Position:
     """A position describes the current operation of a rank.
 
     Attributes:
-        waits_for: the collective that the rank waits in, of the library or of torch; None if it waits in none.
-        awaits: the ranks whose messages it waits for; none if they are unknown, as in torch's collectives.
-        call: the public call that the rank is in; empty in forward and backward.
+        waits_for: the collective, of the library or of torch, for which the rank waits; None if it does not wait.
+        awaits: the ranks whose messages the rank waits for; empty if unknown, as in torch's collectives.
+        call: the current public call; empty during forward and backward.
         seconds: the duration of the wait; 0 in a collective of torch.
-        stack: the current lines of the user's code in the main thread, such as "train.py:12 in step", the outermost
-            first.
-        occupation: the current operation, if it is known and may take long.
+        stack: the innermost lines of the user's code in the thread, such as "train.py:12 in step", the outermost first.
+        occupation: the current operation, if known and possibly long; None otherwise.
         passes: the latest forwards and backwards of the main thread, the oldest first.
         groups: the ranks of the process groups that the rank's models use.
     """
@@ -107,7 +106,7 @@ class Report:
 
     Args:
         asker: the rank that waits too long.
-        answers: the answers by rank; a text with the reason if a rank gave no answer.
+        answers: the positions by rank, or a text with the reason if a rank gave no answer.
     """
 
     def __init__(self, asker: int, answers: Mapping[int, Position | str]) -> None:
@@ -118,7 +117,7 @@ class Report:
 
     @property
     def is_due(self) -> bool:
-        """False if the wait is over, or the last rank has just come, or those that have not are busy for long."""
+        """False if the wait is over, if all ranks have just arrived, or if late ranks run a known long operation."""
         busy = [rank for rank in self._late if rank in self._came and self._came[rank].occupation]
         if self._late or self._wait.waits_for is None:
             return self._wait.waits_for is not None and busy != self._late
@@ -132,7 +131,7 @@ class Report:
 
 
 def lines_of(answers: Mapping[int, Position | str]) -> list[str]:
-    """Return where ranks are; those that say the same share a line."""
+    """Return the answers as lines of text; ranks with equal answers share a line."""
     by_text: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         by_text.setdefault(str(answer), []).append(rank)
@@ -141,7 +140,7 @@ def lines_of(answers: Mapping[int, Position | str]) -> list[str]:
 
 def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
     """Return the reason why ranks wait for each other, and a remedy, according to their positions."""
-    from fsdp.distributed.paths import difference  # for reports only
+    from fsdp.distributed.paths import difference  # only required for reports
 
     came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
     waiting = {rank: each for rank, each in came.items() if each.waits_for is not None}
@@ -161,7 +160,7 @@ def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
 
 
 def _late(asker: int, answers: Mapping[int, Position | str]) -> list[int]:
-    """Return the ranks that a rank waits for, itself or through other ranks, and that wait in no collective."""
+    """Return the ranks for which a rank waits, directly or indirectly, and which do not wait in a collective."""
     seen, ahead = {asker}, [asker]
     late = []
     while ahead:
@@ -176,7 +175,7 @@ def _late(asker: int, answers: Mapping[int, Position | str]) -> list[int]:
 
 
 def _of_calls(waiting: Mapping[int, Position], are_all: bool) -> str:
-    """Return a description of the ranks that are in a public call in which other ranks are not."""
+    """Return a description of the ranks in different public calls; empty if there is no difference."""
     by_call: dict[str, list[int]] = {}
     for rank, each in sorted(waiting.items()):
         by_call.setdefault(each.call, []).append(rank)
@@ -195,7 +194,7 @@ def _of_calls(waiting: Mapping[int, Position], are_all: bool) -> str:
 
 
 def _of_groups(asker: int, came: Mapping[int, Position], late: Sequence[int]) -> str:
-    """Return a description of the ranks that have not created a group in which another rank waits for them."""
+    """Return a description of the ranks without a group in which `asker` waits for them; empty if there are none."""
     for group in came[asker].groups:
         without = [rank for rank in group if rank in came and group not in came[rank].groups]
         are_through = all(rank in without and came[rank].passes and not came[rank].groups for rank in late)
@@ -206,13 +205,13 @@ def _of_groups(asker: int, came: Mapping[int, Position], late: Sequence[int]) ->
 
 
 def longest_wait(is_aside: bool) -> tuple[int, communicator.Wait] | None:
-    """Return the thread with the longest wait, and its wait: the main thread or another thread; None if none."""
+    """Return the thread with the longest wait and this wait, of the main or of other threads; None without a wait."""
     found = [each for each in list(communicator.waits.items()) if communicator.is_aside(each[0]) is is_aside]
     return min(found, key=lambda each: each[1].since, default=None)
 
 
 def places_in(frame: FrameType | None) -> Sequence[str]:
-    """Return the lines of the user's code that a thread is in, the outermost first."""
+    """Return the innermost lines of the user's code in a stack (at most `_FRAMES`), the outermost first."""
     return _places(_frames(frame))
 
 
@@ -231,7 +230,7 @@ def _places(frames: Sequence[traceback.FrameSummary]) -> Sequence[str]:
 
 
 def _call_of_torchs(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the function that the user's code has called, if a thread is in a collective of torch; else ""."""
+    """Return the function that the user's code has called if a thread is in a collective of torch, otherwise ""."""
     if not any(frame.filename.endswith(_COLLECTIVES) for frame in frames):
         return ""
     called = takewhile(lambda frame: frame.filename.startswith(_LIBRARIES), reversed(frames))

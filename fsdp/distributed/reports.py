@@ -1,4 +1,4 @@
-"""The ranks' reports in a folder, a file of JSON lines for each rank, and the page created from them afterwards."""
+"""The ranks' reports in a folder, one file of JSON lines for each rank, and a page that summarizes the files."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from pathlib import Path
 from fsdp.distributed.communicator import named
 
 _ENDING = ".fsdp-report.jsonl"
-_OWN = re.compile(r"^rank \d+: |(?<=^fsdp: )rank \d+ |(?m: for \d+ s\.$)")  # in which ranks and times differ
-_MOST_BYTES = 1 << 20  # that are read of a file
+_OWN = re.compile(r"^rank \d+: |(?<=^fsdp: )rank \d+ |(?m: for \d+ s\.$)")  # parts that differ between equal events
+_MOST_BYTES = 1 << 20  # the maximum number of bytes to read from a file
 
 
 class Kind(str, Enum):
-    """A kind of event; those that come first here are causes of those that come later."""
+    """A kind of event; earlier members are causes of later members."""
 
     DIFFERENCE = "the ranks differ"
     END = "ended by"
     RECOVERY = "recovers"
     WAIT = "waited too long"
-    CLOSED = "saw that"  # it is all that a rank can say which the launcher ends at once
+    CLOSED = "saw that"  # the only event of a rank that the launcher ends immediately
     STOPPED = "was stopped by"
     FOLLOWED = "ended, because of another rank, by"
 
 
-# Being stopped from outside comes before or after what follows from other ranks, as the time tells.
+# `STOPPED` and `FOLLOWED` have the same priority, so their times determine the order.
 _ORDER = {kind: number for number, kind in enumerate(Kind)} | {Kind.FOLLOWED: list(Kind).index(Kind.STOPPED)}
 
 
 @dataclass
 class Event:
-    """An event on a rank."""
+    """An event on a rank, with its text and origin."""
 
     kind: Kind
     text: str
@@ -70,10 +70,10 @@ def read_events(folder: str | Path) -> list[Event]:
 
 
 def page(folder: str | Path) -> Iterator[str]:
-    """Yield the lines of a page on all that ranks have reported, the first cause on top.
+    """Yield the lines of a page with the first cause, followed by the events that ranks have reported.
 
     Raises:
-        ValueError: if there is no report.
+        ValueError: if the folder contains no reports.
     """
     events = read_events(folder)
     if not events:
@@ -96,7 +96,7 @@ def page(folder: str | Path) -> Iterator[str]:
 
 
 def clock(at: float) -> str:
-    """Return a time as people read it."""
+    """Format a time, given in seconds since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 

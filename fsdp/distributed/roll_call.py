@@ -1,4 +1,4 @@
-"""The roll call compares the ranks' journals page by page, on the first rank of each, outside of all collectives."""
+"""The roll call compares the ranks' journals page by page, on the first rank of each journal, without collectives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from fsdp.distributed.communicator import named
 from fsdp.distributed.journal import Journal, journals
 
-_PER_SECOND = 64  # ranks that the first one hears; where there are more, each comes more seldom
-_PAGES = 1024  # that the first rank keeps for a rank that has not sent its own yet
+_PER_SECOND = 64  # ranks that send to the first rank each second; with more ranks, each sends less often
+_PAGES = 1024  # the maximum number of pages that wait on the first rank for other ranks' pages
 
 Message = dict[str, Any]
 
@@ -19,7 +19,7 @@ class RollCall:
 
     Args:
         rank, world_size: of the default process group.
-        tell: sends a message to some ranks, and returns their answers; a text, or nothing, for one that gave none.
+        tell: sends a message to ranks, and returns their answers; a text or no entry for a rank that did not answer.
         among: this rank's journals.
     """
 
@@ -37,11 +37,11 @@ class RollCall:
 
     @property
     def difference(self) -> str:
-        """A text that says how ranks differ; empty if it is not known that they do, or this rank has raised it."""
+        """A description of a difference between ranks; empty if none is known, or if this rank has raised it."""
         return next((each.difference for each in list(self._journals) if not each.is_raised and each.difference), "")
 
     def tick(self) -> None:
-        """Send what is new to the first ranks, and compare what this rank has heard as one; call it every second."""
+        """Send new pages to the first rank of each journal, and compare pages on first ranks; call it every second."""
         self._until_next -= 1
         if self._until_next <= 0:
             self._until_next = self._every
@@ -58,7 +58,7 @@ class RollCall:
         if journal.ranks[0] == self._rank:
             self.answer(message)
         elif not isinstance(self._tell(journal.ranks[:1], message).get(journal.ranks[0]), dict):
-            return  # it is sent again
+            return  # a later call sends the pages again
         journal.first_unsent = max(journal.first_unsent, first + len(digests))
 
     def _compare(self, journal: Journal) -> None:
@@ -75,7 +75,7 @@ class RollCall:
                 return
 
     def _report(self, journal: Journal, page: int) -> None:
-        """Tell all ranks how they differ on a page."""
+        """Notify all ranks of their difference on a page."""
         others = [rank for rank in journal.ranks if rank != self._rank]
         answers = self._tell(others, {"page": page, "of": journal.name})
         texts = {rank: each["lines"] for rank, each in answers.items() if isinstance(each, dict)}
@@ -84,7 +84,7 @@ class RollCall:
         differing = set.union(*map(set, texts.values())) - common
         finding, about = journal.finding(differing)
         if journal.warning and not journal.is_error(finding):
-            return  # one is enough
+            return  # only the first warning is reported
         by_text: dict[str, list[int]] = {}
         for rank, lines in sorted(texts.items()):
             own = [line for line in lines if line in about]

@@ -14,22 +14,22 @@ from torch.distributed.constants import default_pg_timeout
 from fsdp.distributed.devices import HOST, accelerator, current_device
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_starts = count()  # of this process; ranks start together, and so equally often
+_starts = count()  # calls in this process; the calls are collective, so the numbers are equal on all ranks
 
 
 def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> torch.device:
     """Collective. Create the process group of the ranks that torchrun started, and return the device of this rank.
 
-    The device is the accelerator with the number ``LOCAL_RANK``, which becomes the current device of this process, or
-    the CPU where there is no accelerator. Ranks that torchrun restarts on one machine (``--max-restarts``) do not read
-    the addresses of the previous ranks. At the end of the program call `torch.distributed.destroy_process_group`.
+    The device is the accelerator with index ``LOCAL_RANK``, which becomes the current device of this process, or the
+    CPU if there is no accelerator. Ranks that torchrun restarts on a single machine (``--max-restarts``) do not read
+    the addresses of the previous ranks. At the end of the program, call `torch.distributed.destroy_process_group`.
 
     Args:
-        backend: the backend of the process group. Default: NCCL for CUDA devices, gloo for CPUs.
-        timeout: as for `torch.distributed.init_process_group`.
+        backend: the optional backend of the process group (default: NCCL for CUDA devices, gloo for CPUs).
+        timeout: an optional timeout, see `torch.distributed.init_process_group`.
 
     Raises:
-        RuntimeError: if the environment does not describe the ranks, or a machine has more ranks than accelerators.
+        RuntimeError: if the environment does not define the ranks, or if a machine has more ranks than accelerators.
     """
     absent = [name for name in _VARIABLES if name not in os.environ]
     if absent:
@@ -49,11 +49,11 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
 
 
 def _store_of_this_start(timeout: timedelta) -> dict[str, Any]:
-    """Return the store, and the place of this rank in it, if torchrun keeps its store across restarts on one machine.
+    """Return the store, rank and world size, if torchrun keeps its store across restarts on a single machine.
 
-    The addresses of the processes before a restart, and of earlier starts in this process, are still in that store, so
-    each start has a prefix. The agents of several machines count restarts differently, and their ranks use the store as
-    torch does.
+    The store still contains the addresses from before a restart, and from earlier starts in this process. Each start
+    therefore uses a separate prefix. On multiple machines, agents count restarts differently, so the result is empty
+    and torch selects the store.
     """
     environment = os.environ
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_WORLD_SIZE") != "1":

@@ -1,21 +1,21 @@
-"""The environment variables that turn parts of the library off, with the value 0."""
+"""Environment variables with the value 0 disable parts of the library."""
 
 from __future__ import annotations
 
 import os
 
-SHARED_MEMORY = "FSDP_SHARED_MEMORY"  # without it, all messages go through gloo
-TORCH_FUNCTIONS = "FSDP_TORCH_FUNCTIONS"  # without it, torch's functions are left as they are
-WATCHDOG = "FSDP_WATCHDOG"  # without it, there is no watchdog unless `set_watchdog` is called
+SHARED_MEMORY = "FSDP_SHARED_MEMORY"  # 0: all messages are sent through gloo
+TORCH_FUNCTIONS = "FSDP_TORCH_FUNCTIONS"  # 0: functions of torch are not patched
+WATCHDOG = "FSDP_WATCHDOG"  # 0: there is no watchdog unless `set_watchdog` is called
 
 
 def is_off(variable: str) -> bool:
-    """Return whether an environment variable turns a part of the library off."""
+    """Return whether an environment variable disables a part of the library."""
     return os.environ.get(variable) == "0"
 
 
 def check_switches() -> None:
-    """Raise ValueError for a value other than 0 and 1, which would have no effect."""
+    """Raise ValueError if a variable has a value other than 0 or 1, because the value would be ignored."""
     for name in (SHARED_MEMORY, TORCH_FUNCTIONS, WATCHDOG):
         if (value := os.environ.get(name, "1")) not in ("0", "1", ""):
             raise ValueError(f"{name}={value} in the environment: give it the value 0 to turn it off, or leave it out")

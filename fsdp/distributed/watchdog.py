@@ -1,17 +1,17 @@
-"""The watchdog says where every rank is when one of them waits too long, and why a rank has ended.
+"""The watchdog reports the positions of all ranks when a rank waits too long, and the reason why a rank has ended.
 
-Each rank listens on a socket of its own; the ranks give each other the addresses once, through the store of the default
-process group. A thread looks every second for how long this rank has waited in a collective. If that is too long, it
-asks all ranks where they are, makes a report of the answers (`positions`), and gives it to all; the first rank of each
-machine prints it. A rank that is ended by an exception tells the others before it goes. Nothing of this goes through
-the collectives that it is about.
+Each rank listens on a socket. The ranks exchange the addresses once, through the store of the default process group.
+Every second, a thread checks how long this rank has waited in a collective. If the wait is too long, the thread
+requests the positions of all ranks, creates a report (`positions`), and sends the report to all ranks; one rank of each
+machine prints it. Before an exception ends a rank, the rank notifies all other ranks. The watchdog uses no collectives.
 
-The socket listens on the interface by which the ranks reach the first rank, or on the loopback device. A message is
-answered only if it contains a secret that the ranks have exchanged through the store. The end of a process is noticed
-when Python runs the functions that are registered for it; an exception that ended the process is then `sys.last_value`.
+The socket listens on the interface that connects this rank to the first rank, or on the loopback device. A message is
+answered only if it contains a secret that the ranks have exchanged through the store. The end of a process is detected
+in Python's exit functions; an exception that ended the process is then `sys.last_value`.
 
-A thread answers, so a rank can be asked whatever its main thread does, unless it is stopped or holds the interpreter's
-lock. On NCCL the host waits only where hosts exchange messages: in each backward, and in calls such as `fsdp.save`.
+A separate thread answers requests, whatever the main thread does, unless the process is stopped or the main thread
+holds the GIL. On NCCL the host waits only in exchanges between hosts: in each backward, and in calls such as
+`fsdp.save`.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from fsdp.distributed.reports import Event, Kind
 from fsdp.distributed.roll_call import RollCall
 from fsdp.distributed.switches import WATCHDOG, is_off
 
-_TICK = 1.0  # seconds between two looks at how long this rank waits
-_ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do
-_AT_ONCE = 64  # ranks that are asked together
-_LAST_WORDS = 0.5  # seconds that one waits for a word of a rank that has closed its connections
-_SLACK = 2.0  # of the longest wait so far: what took long before may take long again
-_POLL = 0.1  # seconds that the end of a process may have to wait for the thread that listens
+_TICK = 1.0  # seconds between two checks of this rank's waits
+_ANSWER = 1.0  # timeout for an answer in seconds; the answering thread has no other work
+_AT_ONCE = 64  # the maximum number of ranks that are asked in parallel
+_LAST_WORDS = 0.5  # seconds to wait for the notification of a rank that has closed its connections
+_SLACK = 2.0  # factor of the longest recent wait, because a later wait may take as long
+_POLL = 0.1  # seconds between two checks; the end of a process may wait so long for the listening thread
 _LOOPBACK = "127.0.0.1"
-_STUCK = 10.0  # seconds, after which a wait whose connections are closed does not end any more
+_STUCK = 10.0  # seconds after which a wait on closed connections is assumed never to end
 
 # Why a rank does not answer.
 _GONE = "is gone: its process has ended"
@@ -72,7 +72,7 @@ Message = dict[str, Any]
 
 
 class Address(NamedTuple):
-    """An address says where a rank listens, and what it wants to hear before it answers."""
+    """The socket on which a rank listens, and the secret that each message to this rank must contain."""
 
     host: str
     pid: int
@@ -83,16 +83,16 @@ class Address(NamedTuple):
 
 @dataclass
 class _Looks:
-    """Examinations of the waits of the main thread, or of the waits of other threads, such as a saving thread.
+    """The state of checks of the main thread's waits, or of the waits of other threads, such as a saving thread.
 
     Attributes:
-        asked: the wait that was looked at last.
-        patience: seconds that it is given.
-        lost: seconds of it in which this process did not run: its machine is busy, or it was stopped.
-        reported_at: when where all ranks were was last said, or not worth saying.
-        report: what was said then.
-        questioned_at: when another rank last asked this one for its own report, which comes to all.
-        questioned_by: that rank.
+        asked: the wait that was checked last.
+        patience: the maximum duration of this wait before a report, in seconds.
+        lost: the seconds of this wait in which the process did not run, because it was stopped or the machine was busy.
+        reported_at: the time of the last report, or of the last decision that no report was due.
+        report: the last report.
+        questioned_at: the time of the last request from another rank for its report, which all ranks receive.
+        questioned_by: the rank that sent this request.
     """
 
     is_aside: bool
@@ -105,33 +105,33 @@ class _Looks:
     questioned_by: int = 0
 
     def pass_time(self, seconds: float) -> None:
-        """Note that a tick has taken so long."""
+        """Record the duration of a tick in seconds."""
         self.lost += max(0.0, seconds - _TICK)
 
     def give_time(self) -> None:
-        """Give twice the patience before the next look at all ranks."""
+        """Double the patience before the next request to all ranks."""
         self.patience, self.lost = 2 * self.patience, 0.0
 
 
 class Watchdog:
-    """The thread that looks after this rank's waits, and the socket on which it answers others.
+    """The thread that checks this rank's waits, and the socket that answers other ranks.
 
     Args:
         rank, world_size: of the default process group.
-        store: of the default process group, to exchange addresses; it is not used any more when all are known.
-        number: of watchdogs that this process group has had before.
+        store: the store of the default process group, for the exchange of addresses and of the reasons of ends.
+        number: the number of earlier watchdogs of this process group.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any, number: int = 0) -> None:
         self._rank = rank
         self._store = dist.PrefixStore(f"fsdp.watchdog {number}", store)
         self._others = [each for each in range(world_size) if each != rank]
-        self._addresses: dict[int, Address] = {}  # of those others that have told theirs
-        self._ends: dict[int, str] = {}  # how ranks have ended
-        self._exits: dict[int, str] = {}  # how processes of this machine have ended, if that could be seen
+        self._addresses: dict[int, Address] = {}  # the known addresses of other ranks
+        self._ends: dict[int, str] = {}  # the reasons why ranks have ended
+        self._exits: dict[int, str] = {}  # the exit statuses of processes on this machine, if known
         self._looks = (_Looks(is_aside=False), _Looks(is_aside=True))
-        self._given_up = ""  # waiting, because of this
-        self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
+        self._given_up = ""  # the reason why this rank has aborted its waits; empty if it has not
+        self._meetings: dict[tuple[int, ...], int] = {}  # the number of completed meetings (`recover`), by ranks
         self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
         self._server = _Server((_own_ip(world_size, store), 0), self._answer)
@@ -153,7 +153,7 @@ class Watchdog:
             thread.join(_TICK)
 
     def announce_end(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Tell the other ranks that an exception ends this one, unless it comes of what happened on another."""
+        """Notify the other ranks that an exception ends this rank, unless another rank has caused the exception."""
         text = " ".join(str(error).split())
         place = "".join(f" ({place})" for place in last_place(trace))
         end = f"{type(error).__name__}{': ' * bool(text)}{text[:600]}{place}"
@@ -165,12 +165,12 @@ class Watchdog:
             self._tell_all(self._end(self._rank, f"was ended by {end}"))
 
     def explain(self, closed_by: int | None) -> str:
-        """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown.
+        """Return why a collective did not complete: the ended ranks, or the positions of all ranks; empty if unknown.
 
         Args:
-            closed_by: the rank that has closed its connection, if that is known.
+            closed_by: the rank that has closed its connection, if known.
         """
-        if closed_by is not None:  # before anything else: a launcher is about to end all ranks, if one has died
+        if closed_by is not None:  # first, because a launcher ends all ranks soon after a rank has died
             ended = self._exit(closed_by) and f": that has ended{self._exit(closed_by)}"
             self._log(Kind.CLOSED, f"rank {closed_by} has closed its connections, as when its process ends{ended}")
         until = time.monotonic() + _LAST_WORDS
@@ -185,21 +185,21 @@ class Watchdog:
             if wait is not None and looks.asked is wait and looks.reported_at > wait.since:
                 return looks.report
         answers = self._tell_all({})
-        for answer in answers.values():  # a rank gives up before all others have heard why
+        for answer in answers.values():  # a rank aborts its waits before all other ranks know the reason
             if isinstance(answer, dict) and answer.get("given up"):
                 return str(answer["given up"])
         silent = [rank for rank, answer in answers.items() if answer in (_GONE, _ABSENT)]
         ends = {rank: end for rank in silent if (end := self._last_word(rank))}
         if not ends and closed_by is not None and answers.get(closed_by) == _ABSENT:
             ends = {closed_by: _CLOSED}
-        elif not ends:  # those that have said nothing may have ended because of those that have
+        elif not ends:  # otherwise, ranks without a reason may have ended because of ranks with a reason
             ends = {rank: self._gone(rank) for rank in silent if answers[rank] == _GONE}
-        for rank, end in ends.items():  # those that wait for this one will find it gone as well, and are to know these
+        for rank, end in ends.items():  # ranks that wait for this rank will fail too, and report these reasons
             self._tell_all(self._end(rank, end))
         return "; ".join(f"rank {rank} {end}" for rank, end in ends.items())
 
     def _exit(self, rank: int) -> str:
-        """Return how the process of a rank has ended, if that can be seen: soon after, on this machine."""
+        """Return the exit status of a rank's process as text; empty if unknown, for example on another machine."""
         address = self._addresses.get(rank)
         if not self._exits.get(rank) and address is not None and address.host == socket.gethostname():
             self._exits[rank] = _exit_of(address.pid)
@@ -211,13 +211,13 @@ class Watchdog:
         return f"{_GONE}{seen} (process {address.pid} on {address.host}). {why}"
 
     def _end(self, rank: int, end: str) -> Message:
-        """Return the message that says how a rank has ended, also for ranks that begin to listen later."""
-        with suppress(RuntimeError):  # the store may be gone, too
+        """Return a message with the reason why a rank has ended; store it for ranks that start to listen later."""
+        with suppress(RuntimeError):  # the process of the store may have ended too
             self._store.set(f"end of {rank}", end)
         return {"end": end, "rank": rank}
 
     def _last_word(self, rank: int) -> str:
-        """Return how a rank has ended, if it or another one could say so."""
+        """Return the stored reason why a rank has ended; empty if no rank has stored a reason."""
         with suppress(RuntimeError):
             if self._store.check([key := f"end of {rank}"]):
                 return self._store.get(key).decode()
@@ -248,17 +248,17 @@ class Watchdog:
             before = time.monotonic()
 
     def _look(self, looks: _Looks, wait: communicator.Wait, now: float, patience: float) -> None:
-        """Say where all ranks are, or have them raise what is known, if this rank has waited for too long."""
+        """Report the positions of all ranks, or abort the wait because of a known difference, if it takes too long."""
         if now - wait.since > _TICK and self._roll_call.difference:
-            self._give_up(self._roll_call.difference)  # who knows it does not come
+            self._give_up(self._roll_call.difference)  # ranks that know the difference do not make the collective
             return
         if wait is not looks.asked:
             looks.asked, looks.patience = wait, patience + _SLACK * communicator.longest[looks.is_aside]
             looks.lost = 0.0
-        # In turn, so that one asks for all: the others have its report before it is theirs to ask.
+        # The ranks wait in turn, so that a single rank asks: the others receive its report before their turn.
         turn = _TICK * self._rank / (1 + len(self._addresses))
-        # More than one turn may come between two ticks: a rank that is asked leaves the report to the asking rank.
-        is_questioned = now < looks.questioned_at + 2 * _ANSWER  # for the answers, and for telling them
+        # Multiple turns may fall between two ticks. A rank that is asked leaves the report to the asking rank.
+        is_questioned = now < looks.questioned_at + 2 * _ANSWER  # the time for the answers and for the report
         waited = now - max(wait.since, looks.reported_at) - looks.lost
         if waited > looks.patience + turn and not is_questioned:
             answers = self._ask_all(looks.is_aside)
@@ -277,7 +277,7 @@ class Watchdog:
                 looks.give_time()
 
     def _printers(self, answers: Mapping[int, Position | str]) -> list[int]:
-        """Return the ranks that print a report: the first of each machine that has answered."""
+        """Return the ranks that print a report: this rank, and the first answering rank of each other machine."""
         hosts = {rank: address.host for rank, address in self._addresses.items()} | {self._rank: socket.gethostname()}
         first = {hosts[rank]: rank for rank in sorted(answers, reverse=True) if not isinstance(answers[rank], str)}
         return list((first | {hosts[self._rank]: self._rank}).values())
@@ -287,13 +287,13 @@ class Watchdog:
         return [rank for rank in self._others if rank not in self._addresses]
 
     def _find_unknown(self) -> None:
-        with suppress(RuntimeError):  # the store may be gone, with its process
+        with suppress(RuntimeError):  # the process of the store may have ended
             for rank in self._unknown:
                 if self._store.check([key := f"address of {rank}"]):
                     self._addresses[rank] = Address(*json.loads(self._store.get(key)))
 
     def _show(self, report: str, is_aside: bool, printers: Sequence[int], shown: str) -> Message:
-        """Note a report, print it if this rank is to, and return the message with which other ranks do the same."""
+        """Record a report and print it if this rank is in `printers`; return the message with the report for others."""
         looks = self._looks[is_aside]
         looks.report, looks.reported_at = report, time.monotonic()
         looks.give_time()
@@ -307,19 +307,19 @@ class Watchdog:
             Event(kind, text, self._rank).write(_folder)
 
     def _give_up(self, reason: str, among: Iterable[int] | None = None) -> None:
-        """End all waits, or those for some ranks alone."""
+        """Abort the waits of this rank, in all groups or in the groups that consist of the ranks `among`."""
         self._given_up = reason
         everyone = [self._rank, *self._others]
         for one in communicator.communicators_among(everyone if among is None else among):
             one.give_up()
 
     def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
-        """Collective, whatever some of the ranks wait for, which they give up. Return the state of each rank.
+        """Collective. Abort current waits of all ranks for each other, and return the state of each rank.
 
         Args:
-            ranks: those that meet, this one among them.
-            why: the others raise this, if they wait for each other.
-            state: of this rank; JSON.
+            ranks: the participating ranks, including this rank.
+            why: the text of the error that other ranks raise in an aborted wait.
+            state: the state of this rank, as JSON data.
         """
         key = tuple(sorted(ranks))
         number = self._meetings.get(key, 0)
@@ -328,7 +328,7 @@ class Watchdog:
         self._give_up(self._given_up or why, key)
         names = {rank: f"meeting {number} of {zlib.crc32(repr(key).encode())}: {rank}" for rank in key}
         self._store.set(names[self._rank], json.dumps(state))
-        arrival = SimpleNamespace(wait=lambda: self._await_all(names))  # is awaited like a collective
+        arrival = SimpleNamespace(wait=lambda: self._await_all(names))  # awaited like a collective
         communicator.finish([arrival], "the meeting of all ranks in fsdp.recover()")
         self._meetings[key] = number + 1
         self._given_up = ""
@@ -338,8 +338,8 @@ class Watchdog:
         """Block until each rank has set its name in the store.
 
         Raises:
-            RuntimeError: if one is gone, or does not come out of a wait whose connections are closed: gloo (seen in
-                torch 2.13) forgets to tell a sender that a peer, which had asked for a message, has closed its own.
+            RuntimeError: if a rank has ended, or does not leave a wait on closed connections: gloo (seen in torch 2.13)
+                does not notify a sender that a peer has requested a message and then closed its connection.
         """
         begun = time.monotonic()
         next_look = begun + _TICK
@@ -366,7 +366,7 @@ class Watchdog:
             if settings.raises:
                 self._give_up(message["report"])
         elif "meeting" in message:
-            time.sleep(_POLL)  # see `_await_all`: now the others answer what they were asked for last
+            time.sleep(_POLL)  # see `_await_all`: meanwhile other ranks send the messages requested last
             if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
                 self._give_up(message["why"], message["ranks"])
         elif "where" in message:
@@ -386,13 +386,13 @@ class Watchdog:
         return answers
 
     def _tell_all(self, message: Message, among: Iterable[int] | None = None) -> dict[int, Message | str]:
-        """Return what each other rank, or each of some, has answered to a message; a text for one that has not."""
+        """Return the answer of each other rank, or of the ranks `among`, to a message; a text if there is no answer."""
         self._find_unknown()
         ranks = list(self._addresses) if among is None else [*among]
         return dict.fromkeys(self._unknown, _ABSENT) | self._tell_some(ranks, message)
 
     def _tell_some(self, ranks: Sequence[int], message: Message) -> dict[int, Message | str]:
-        """Return the same for the ranks whose addresses are known."""
+        """Return the answers like `_tell_all`, for the ranks whose addresses are known."""
         known, answers = [rank for rank in ranks if rank in self._addresses], dict[int, Message | str]()
         for first in range(0, len(known), _AT_ONCE):
             answers |= _tell({rank: self._addresses[rank] for rank in known[first : first + _AT_ONCE]}, message)
@@ -400,7 +400,7 @@ class Watchdog:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Answers one line of JSON with another, if it has the secret in it."""
+    """Answers a line of JSON with a line of JSON, if the request contains the secret."""
 
     daemon_threads = True
 
@@ -410,7 +410,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.answer, self.secret = answer, secrets.token_hex(16)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Leave it to the one who asked."""
+        """Ignore errors, because the asking rank reports a missing answer."""
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -423,9 +423,9 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def _tell(addresses: Mapping[int, Address], message: Message) -> dict[int, Message | str]:
-    """Return the answer of each rank to a message, or a text for a rank that gives none.
+    """Return the answer of each rank to a message, or a text with the reason if there is no answer.
 
-    All ranks are asked together, without threads, because no thread can be started any more when the process ends.
+    All ranks are asked in parallel, without threads, because threads cannot be started while the process ends.
     """
     answers = {rank: _no_answer(address) for rank, address in addresses.items()}
     until = time.monotonic() + _ANSWER
@@ -457,21 +457,21 @@ def _tell(addresses: Mapping[int, Address], message: Message) -> dict[int, Messa
 
 
 def _no_answer(address: Address, error: Exception | None = None) -> Message | str:
-    is_elsewhere = address.host != socket.gethostname() and ip_address(address.ip).is_loopback  # not to be reached
+    is_elsewhere = address.host != socket.gethostname() and ip_address(address.ip).is_loopback  # not reachable
     is_gone = isinstance(error, ConnectionRefusedError) and not is_elsewhere
     return _GONE if is_gone else _SILENT.format(**address._asdict())
 
 
 @dataclass
 class _Talk:
-    """A message to a rank that is on its way, and what has come of the answer."""
+    """A message to a rank in flight, and the part of the answer received so far."""
 
     rank: int
     unsent: bytes
     heard: bytes = b""
 
     def go_on(self, connection: socket.socket) -> bool:
-        """Send or receive a part, and return whether the answer is complete."""
+        """Send or receive the next part, and return whether the answer is complete."""
         if self.unsent:
             self.unsent = self.unsent[connection.send(self.unsent) :]
             return False
@@ -481,7 +481,7 @@ class _Talk:
 
 
 def _exit_of(pid: int) -> str:
-    """Return how a process of this machine has ended, as long as its parent has not asked; empty if unknown."""
+    """Return the exit status of a process on this machine until its parent has reaped it; empty if unknown."""
     with suppress(OSError, ValueError, IndexError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if state == "Z":
@@ -492,7 +492,7 @@ def _exit_of(pid: int) -> str:
 
 
 def _own_ip(world_size: int, store: Any) -> str:
-    """Return the address by which other ranks reach this one: the loopback device's if all are on this machine."""
+    """Return the IP address at which other ranks reach this rank: loopback if all ranks are on this machine."""
     if os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size):
         return _LOOPBACK
     while isinstance(store, dist.PrefixStore):
@@ -509,8 +509,8 @@ def _own_ip(world_size: int, store: Any) -> str:
 
 _patience: float | None = None if is_off(WATCHDOG) else 5.0
 _folder = os.environ.get("FSDP_REPORTS", "")
-watchdogs: dict[Any, Any] = communicator.made_once_for_groups()  # by the default group
-_started: dict[Any, int] = communicator.made_once_for_groups()  # how many were started, by the default group
+watchdogs: dict[Any, Any] = communicator.made_once_for_groups()  # by default group
+_started: dict[Any, int] = communicator.made_once_for_groups()  # the number of started watchdogs, by default group
 
 
 def set_watchdog(
@@ -520,26 +520,26 @@ def set_watchdog(
     reports: str | Path | None = None,
     replicas_every: int = 1000,
 ) -> None:
-    """Set how long a rank waits in a collective before a report says where all ranks are, and why they wait.
+    """Set how long a rank waits in a collective before the watchdog reports the positions of all ranks and the cause.
 
-    Call it on every rank.
+    Call this function on every rank.
 
     Args:
-        patience: seconds, beyond twice the longest of the last waits, or the time between two of them (ten seconds at
-            most) if that is longer. None ends the watchdog, with its threads and its socket: nothing is watched, the
-            errors of collectives do not say why other ranks have ended, and the steps of optimizers are not compared.
-            The environment variable FSDP_WATCHDOG=0 is the same, from the beginning.
-        raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
-            its next collective. Give a patience that is longer than anything that one rank does alone. The process
-            groups on gloo that sharded models use are of no use afterwards, until `recover` has connected them anew.
-            Others, with NCCL, are left to their own timeouts. Besides, that some ranks have changed shards or gradients
-            between steps, and others not, is an error and no warning.
-        reports: a folder, in which each rank writes what it reports and why it ends, for `python -m fsdp diagnose`.
-            None: the one that the environment names by FSDP_REPORTS, or that was set before.
-        replicas_every: backwards between two comparisons of replicas, each of which reads all shards once.
+        patience: the number of seconds in addition to twice the longest recent wait, or to the time between two recent
+            waits if longer (at most ten seconds). None stops the watchdog, its threads and its socket. Waits are then
+            not reported, errors of collectives do not explain why other ranks have ended, and optimizer steps are not
+            compared. The environment variable FSDP_WATCHDOG=0 has the same effect from the start.
+        raises: if True, every rank also raises a `CollectiveError` with the report, in its current wait or in the next
+            collective. Use a patience that exceeds all work of a single rank while the other ranks wait. Afterwards,
+            the gloo groups of sharded models are unusable until `recover` has reconnected them. Groups of other
+            backends, for example NCCL, use their own timeouts. In addition, if some ranks have changed shards or
+            gradients between steps and other ranks have not, an error is raised instead of a warning.
+        reports: an optional folder to which each rank writes its reports and the reason of its end, for `python -m fsdp
+            diagnose`. The default is the folder set before, or FSDP_REPORTS in the environment.
+        replicas_every: the number of backwards between two comparisons of replicas, each of which reads all shards.
 
     Raises:
-        ValueError: if the patience or `replicas_every` is not positive.
+        ValueError: if `patience` or `replicas_every` is not positive.
     """
     global _patience, _folder
     if patience is not None and not patience > 0:
@@ -555,48 +555,48 @@ def set_watchdog(
         stop(dist.group.WORLD if dist.is_available() else None)
     else:
         _prepare_for_end()
-        if communicator.communicators:  # a model was wrapped while there was no watchdog
+        if communicator.communicators:  # a model was wrapped without a watchdog
             watch()
 
 
 def is_watching() -> bool:
-    """Return whether ranks compare what they do, and say where they are (`set_watchdog`)."""
+    """Return whether ranks compare their operations and report their positions (`set_watchdog`)."""
     return _patience is not None
 
 
 def watch() -> None:
-    """Start the watchdog of the default process group, if it has none and `set_watchdog` has not ended it."""
+    """Start the watchdog of the default process group, unless it is running or `set_watchdog` has disabled it."""
     group = dist.group.WORLD if dist.is_available() else None
     if _patience is None or group is None or group in watchdogs:
         return
     stop()
     if group.size() == 1 or "fake" in communicator.backend_names(group).values():
-        return  # there are no other ranks, or they are only simulated
+        return  # the other ranks do not exist, or are only simulated
     passes.path.forget()
     store = cast(Any, group.get_group_store())
     if store is None:
-        return  # ranks are threads, as in torch's own tests
+        return  # ranks are threads, as in torch's tests
     number = _started.get(group, 0)
     try:
         watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), store.clone(), number)
-    except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets here, or a store of another kind
+    except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets, or an unsupported class of store
         warnings.warn(f"no watchdog tells why ranks wait for each other: {error}", stacklevel=2)
     _started[group] = number + 1
     _prepare_for_end()
 
 
 def stop(*groups: Any) -> None:
-    """Stop the watchdogs of some groups, by default of all: they were destroyed, or end with the process."""
+    """Stop the watchdogs of some groups (default: all), which were destroyed or end with the process."""
     for group in groups or list(watchdogs):
         if (watchdog := watchdogs.pop(group, None)) is not None:
             watchdog.stop()
 
 
 def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
-    """Collective: see `Watchdog.meet`.
+    """Collective, see `Watchdog.meet`.
 
     Raises:
-        RuntimeError: if there is no watchdog, or a rank is gone.
+        RuntimeError: if there is no watchdog, or if a rank has ended.
     """
     watchdog = watchdogs.get(dist.group.WORLD)
     if watchdog is not None:
@@ -612,22 +612,22 @@ def _explain(closed_by: int | None) -> str:
 @cache
 def _prepare_for_end() -> None:
     communicator.before_groups_end(_end)
-    os.register_at_fork(after_in_child=watchdogs.clear)  # threads do not come along
+    os.register_at_fork(after_in_child=watchdogs.clear)  # the child process has none of the threads
 
 
 def _end() -> None:
-    """Announce the exception that ends this process, if there is one, and stop."""
+    """Announce the exception that ends this process, if any, and stop the watchdogs."""
     error = getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):  # an interactive session goes on after exceptions
+    if error is not None and not hasattr(sys, "ps1"):  # an interactive session continues after exceptions
         announce(error)
     stop()
 
 
 def announce(error: BaseException) -> None:
-    """Tell the other ranks which exception ends this one."""
+    """Notify the other ranks of the exception that ends this rank."""
     with suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        watch()  # it may have wrapped nothing yet, and others wait for it all the same
+        watch()  # this rank may have wrapped no model yet, while other ranks wait for it
     for watchdog in watchdogs.values():
         with suppress(Exception):
             watchdog.announce_end(error, error.__traceback__)
