@@ -1,4 +1,4 @@
-"""FairScale's import paths for this library: after `install`, code written for FairScale runs as it is.
+"""FairScale's import paths for this library: after `install`, code written for FairScale runs unchanged.
 
 import fsdp.compat.fairscale
 
@@ -37,9 +37,9 @@ _Input = tuple[Sequence[Tensor], Callback | None]  # a tensor for each rank
 
 
 class DummyProcessGroup:
-    """A group that has a size and this rank, but does not communicate.
+    """A group that has a size and a rank, but does not communicate.
 
-    With ``size=1`` it can be used by a wrapper without `torch.distributed`.
+    With ``size=1``, a wrapper can use this group without `torch.distributed`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -53,12 +53,12 @@ class DummyProcessGroup:
 
 
 def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], container: Any) -> Any:
-    """Return a copy of a nest of containers with `fn` applied to whatever `type_fn` is true of."""
+    """Return a copy of nested containers, with `fn` applied to all objects for which `type_fn` returns True."""
     if type_fn(container):
         return fn(container)
     if isinstance(container, PackedSequence):
         data = apply_to_type(type_fn, fn, container.data)
-        return container if data is None else container._replace(data=data)  # None: `fn` has written in place
+        return container if data is None else container._replace(data=data)  # None: `fn` has changed it in place
     if isinstance(container, dict):
         copied = type(container)() if isinstance(container, OrderedDict) else {}
         copied.update((key, apply_to_type(type_fn, fn, value)) for key, value in container.items())
@@ -72,20 +72,20 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
-    """Return a copy of a nest of containers with `fn` applied to its tensors."""
+    """Return a copy of nested containers, with `fn` applied to all tensors."""
     return apply_to_type(torch.is_tensor, fn, container)
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return the names of keyword arguments, and all values in a tuple that ends with the keyword arguments'."""
+    """Return the names of keyword arguments, and a tuple of all values, with keyword arguments at the end."""
     return tuple(kwargs), (*args, *kwargs.values())
 
 
 def unpack_kwargs(kwarg_keys: Sequence[str], flat_args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments that `pack_kwargs` has packed.
+    """Return the positional and keyword arguments that `pack_kwargs` has packed.
 
     Raises:
-        ValueError: for more names than values.
+        ValueError: if there are more names than values.
     """
     if len(kwarg_keys) > len(flat_args):
         raise ValueError(f"unpack_kwargs got {len(kwarg_keys)} names and only {len(flat_args)} values")
@@ -94,7 +94,7 @@ def unpack_kwargs(kwarg_keys: Sequence[str], flat_args: Sequence[Any]) -> tuple[
 
 
 def split_non_tensors(mixed: Any) -> tuple[tuple[Tensor, ...], dict[str, list[Any]] | None]:
-    """Return the tensors of a tuple, and the rest for `unpack_non_tensors`; None in its place for a single tensor."""
+    """Return the tensors of a tuple, and other values for `unpack_non_tensors`; None instead for a single tensor."""
     if isinstance(mixed, Tensor):
         return (mixed,), None
     rest = {
@@ -105,10 +105,10 @@ def split_non_tensors(mixed: Any) -> tuple[tuple[Tensor, ...], dict[str, list[An
 
 
 def unpack_non_tensors(tensors: Sequence[Tensor], packed_non_tensors: dict[str, list[Any]] | None) -> Any:
-    """Return the argument of `split_non_tensors`, with these tensors.
+    """Return the argument of `split_non_tensors`, with `tensors` instead of the original tensors.
 
     Raises:
-        ValueError: for another number of tensors.
+        ValueError: if the number of tensors differs.
     """
     if packed_non_tensors is None:
         return tensors
@@ -120,7 +120,7 @@ def unpack_non_tensors(tensors: Sequence[Tensor], packed_non_tensors: dict[str, 
 
 
 class _Refused:
-    """A class of FairScale's that can be imported and not made: files of clients name it at the top."""
+    """A FairScale class that can be imported, as client modules require, but not instantiated."""
 
     instead: str
 
@@ -129,44 +129,44 @@ class _Refused:
 
 
 class ShardedDataParallel(_Refused):
-    """Stands in for FairScale's, which shards gradients by whole parameters."""
+    """Replaces FairScale's class, which shards gradients by unsharded parameters; creating one raises an error."""
 
     instead = "wrap with FullyShardedDataParallel(reshard_after_forward=False), which needs no optimizer of its own"
 
 
 class OSS(_Refused):
-    """Stands in for FairScale's optimizer, which shards its state by whole parameters."""
+    """Replaces FairScale's optimizer, which shards its state by unsharded parameters; creating one raises an error."""
 
     instead = "wrap with FullyShardedDataParallel, after which any optimizer of its parameters() is sharded"
 
 
 class ReduceScatterBucketer:
-    """Sum lists of tensors over ranks and return each rank's own tensor; small tensors are reduced together.
+    """Sums lists of tensors over ranks, for each rank one tensor of a list; small tensors are reduced together.
 
-    Training here does not use this class: it has the buckets of `engine.reduction`.
+    This library does not use this class in training, but the buckets of `engine.reduction`.
 
     Args:
-        bucket_cap_mb: maximum MiB in a bucket, over all ranks; with 0 or less, each tensor is reduced immediately.
+        bucket_cap_mb: the maximum size of a bucket in MiB, for all ranks; 0 or less reduces each tensor immediately.
     """
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
         self.bucket_cap_mb = bucket_cap_mb
-        # What waits for a reduction, by dtype, device and group.
+        # The tensors that wait for a reduction, by dtype, device and group.
         self.buckets: dict[tuple[torch.dtype, torch.device, Any], list[_Input]] = {}
 
     @torch.no_grad()
     def reduce_scatter_async(
         self, input_list: Sequence[Tensor], group: Group | None, callback_fn: Callback | None = None
     ) -> None:
-        """Collective. Sum the tensors of all ranks for this rank, now or at a later call.
+        """Collective. Sum the tensors of all ranks for this rank, immediately or in a later call.
 
         Args:
             input_list: a tensor for each rank of `group`, with equal shape, dtype and device.
-            group: the ranks.
-            callback_fn: called with this rank's sum, as soon as there is one.
+            group: the process group; None means the default group.
+            callback_fn: an optional function that is called with this rank's sum after the reduction.
 
         Raises:
-            ValueError: for another number of tensors, or different ones.
+            ValueError: if the number of tensors differs from the world size, or if the tensors differ.
         """
         group = default_group(group)
         first = input_list[0] if input_list else None
@@ -182,7 +182,7 @@ class ReduceScatterBucketer:
         bucket = self.buckets.setdefault(key, [])
         if sum(inputs[0].numel() for inputs, _ in bucket) + first.numel() > capacity:
             _reduce(group, bucket)
-        # Copies, because callers free their gradients as soon as they have handed them over.
+        # Copies, because callers free their gradients after this call.
         bucket.append(([each.clone() for each in input_list], callback_fn))
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class ReduceScatterBucketer:
         """Release all memory, after `flush`.
 
         Raises:
-            RuntimeError: if a tensor waits.
+            RuntimeError: if a tensor still waits for a reduction.
         """
         for (dtype, _, _), bucket in self.buckets.items():
             if bucket:
@@ -204,7 +204,7 @@ class ReduceScatterBucketer:
 
 
 def _reduce(group: Group, bucket: list[_Input]) -> None:
-    """Reduce all that a bucket contains, and empty it."""
+    """Reduce all tensors of a bucket, and clear the bucket."""
     waiting = bucket.copy()
     bucket.clear()
     if not waiting:
@@ -218,16 +218,16 @@ def _reduce(group: Group, bucket: list[_Input]) -> None:
             callback(part.view_as(inputs[0]))
 
 
-# Of `fsdp_optim_utils`: functions of state dictionaries
+# Functions for state dicts, from `fsdp_optim_utils`
 
 
 def is_singleton_tensor(x: Any) -> bool:
-    """Return whether it is a tensor without dimensions."""
+    """Return whether `x` is a tensor without dimensions."""
     return isinstance(x, Tensor) and x.dim() == 0
 
 
 def check_param_counts_before_sharding(full_optim_state_dict: Mapping[str, Any], n_instances: int) -> None:
-    """Check that a state in FairScale's format belongs to a model with this number of wrappers.
+    """Check that a state in FairScale's format belongs to a model with `n_instances` wrappers.
 
     Raises:
         ValueError: if the number differs, unless the state is empty.
@@ -287,7 +287,7 @@ def build_unflat_state_dict(
         world_pad_info: by rank and wrapper, a list with the number of padding elements at the end of the rank's shard.
         state: by wrapper and key, each rank's vector; a list with a single value for state that is not a tensor.
         singleton_state: the same for 0-d tensors.
-        uncollected_opt_state: by wrapper and key, the state that a single rank has completely.
+        uncollected_opt_state: by wrapper and key, the state of which a single rank has the complete values.
         original_sd: the optimizer's dictionary, with its groups and other keys.
     """
     alone = {local: {key: [value] for key, value in entry.items()} for local, entry in uncollected_opt_state.items()}
@@ -304,7 +304,7 @@ def build_unflat_state_dict(
                 padding = [0 if local in alone else pads[local][0] for pads in world_pad_info]
                 cut = [part[: len(part) - pad] for part, pad in zip(parts, padding, strict=False)]
                 values = layout.unpack(torch.cat(cut))
-            else:  # a single value, but 0-d tensors as a list of all ranks'
+            else:  # a single value, but for 0-d tensors a list with the values of all ranks
                 values = [parts if is_singleton_tensor(parts[0]) else parts[0]] * len(numbers)
             for number, value in zip(numbers, values, strict=True):
                 whole.setdefault(number, {})[key] = value
@@ -317,12 +317,12 @@ def build_unflat_state_dict(
 
 _ROOT = "fairscale"
 
-# FairScale's last version. Clients compare it with minimum versions of features.
+# FairScale's last version, which clients compare with the minimum versions of features.
 VERSION = "0.4.13"
 
 
 def _named(names: str, *objects: Any) -> dict[str, Any]:
-    """Return public names of this package, separated by spaces, and objects by their names."""
+    """Return public objects of this package, from names separated by spaces, and other objects, all by name."""
     return {name: getattr(fsdp, name) for name in names.split()} | {each.__name__: each for each in objects}
 
 
@@ -333,7 +333,7 @@ _DATA_PARALLEL = _named(
 _CHECKPOINT = _named("checkpoint_wrapper is_checkpointing is_recomputing")
 _CHECKPOINT_FILE = {**_CHECKPOINT, **_named("disable_checkpointing")}
 _FLATTEN = _named("FlattenParamsWrapper FlatParameter")
-# With torch's scaler, ranks could take different steps, so both names refer to the sharded scaler.
+# With torch's scaler, ranks could skip different steps, so both names refer to the sharded scaler.
 _SCALERS: dict[str, Any] = {"GradScaler": fsdp.ShardedGradScaler, "ShardedGradScaler": fsdp.ShardedGradScaler}
 _TESTING = _named("", DummyProcessGroup)
 _CONTAINERS = _named(
@@ -381,7 +381,7 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "fairscale.fair_dev.testing.testing": _TESTING,
 }
 
-# By a name in the path, a module's or an object's.
+# Replacements for missing modules and objects, by a name in their path.
 INSTEAD = {
     name: instead
     for names, instead in (
@@ -414,18 +414,18 @@ INSTEAD = {
 
 
 def install(force: bool = False) -> None:
-    """Make ``import fairscale...`` find this library from now on. Repeated calls have no effect.
+    """Make ``import fairscale...`` import this library from now on. Repeated calls have no effect.
 
-    The effect is limited to this process. Call it at the top of the program, in every process that imports `fairscale`
-    or unpickles its classes. `docs/migration.md` has a table of the supported names. All other names below `fairscale`
-    raise an error that names the replacement.
+    The effect is limited to this process. Call this function at the start of the program, in every process that imports
+    `fairscale` or unpickles its classes. `docs/migration.md` contains a table of the supported names. All other names
+    below `fairscale` raise an error that contains the replacement.
 
     Args:
-        force: replace FairScale if it is installed.
+        force: if True, replace FairScale even if it is installed.
 
     Raises:
-        RuntimeError: if FairScale is installed, unless forced; always if it was imported before, because modules that
-            have its classes would not be changed.
+        RuntimeError: if FairScale is installed, unless `force` is True; also if `fairscale` was already imported,
+            because modules that have imported its classes would not change.
     """
     if _FINDER in sys.meta_path:
         return
@@ -450,7 +450,7 @@ def install(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Imported names continue to work; new imports find FairScale, or fail."""
+    """Undo `install`. Imported names continue to work; new imports use FairScale, or fail if it is not installed."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     for name in [name for name in list(sys.modules) if _is_below(name)]:
@@ -463,7 +463,7 @@ def _is_below(name: str) -> bool:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds and loads the modules of the table only."""
+    """Finds and loads only the modules in `PROVIDED`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -476,7 +476,7 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin="fsdp.compat.fairscale", is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Submodules first: some have the same name as a function that their package exports, which takes precedence.
+        # Submodules first: a package may export a function with the name of a submodule, which has precedence.
         for name in PROVIDED:
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)
@@ -490,7 +490,7 @@ class _Finder(MetaPathFinder, Loader):
         module.__dict__["__getattr__"] = missing
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """Answer those who ask for the version of the installed package."""
+        """Return the metadata of the package, for callers that query the installed version."""
         return [_AsInstalled()] if context.name in (None, _ROOT) else []
 
 

@@ -1,4 +1,4 @@
-"""torch's names of FSDP2 for this library: after `install`, code that imports `fully_shard` from torch gets ours.
+"""torch's FSDP2 names for this library: after `install`, code that imports `fully_shard` from torch uses this library.
 
 import fsdp.compat.fsdp2
 
@@ -16,35 +16,35 @@ import torch.distributed.fsdp as torchs
 
 import fsdp
 
-# torch's names, which are ours too.
+# Names that torch and this library have in common.
 _NAMES = (
     "CPUOffloadPolicy DataParallelMeshDims FSDPModule GradientReductionHandle MixedPrecisionPolicy OffloadPolicy "
     "UnshardHandle fully_shard register_fsdp_forward_method share_comm_ctx"
 )
 PROVIDED: dict[str, Any] = {name: getattr(fsdp, name) for name in _NAMES.split()}
 _TORCHS = {name: getattr(torchs, name) for name in PROVIDED if hasattr(torchs, name)}
-# Modules that are torch's own implementation, or build on it.
+# Prefixes of modules that do not change: torch's implementation, modules that require it, and this library.
 _OWN = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp", "fsdp.")
 
-# Names in other modules than torch's that `install` has found, as a module's dictionary and a key.
+# The names that `install` has replaced, as a module's dictionary and a key.
 _found: list[tuple[dict[str, Any], str]] = []
 
 
 def install() -> None:
-    """Replace torch's names of FSDP2 by this library's, in all modules that have imported them or will import them.
+    """Replace torch's FSDP2 names by this library's, in all modules that have imported them or will import them.
 
-    The effect is limited to this process. Call it before sharding. Afterwards torch's pipelines and state dict
-    functions treat modules under this library's `fully_shard` as sharded. Calling it again includes modules that were
-    imported since.
+    The effect is limited to this process. Call this function before sharding. Afterwards, torch's pipelines and state
+    dict functions treat modules under this library's `fully_shard` as sharded. A repeated call also updates modules
+    that were imported since the previous call.
     """
     ours = {id(each): PROVIDED[name] for name, each in _TORCHS.items()}
     _found.extend(_exchange(_modules(), ours))
 
 
 def uninstall() -> None:
-    """Undo `install`: restore torch's names, in torch and in the modules that had imported them.
+    """Undo `install`: restore torch's names in torch, and in all modules that `install` has updated.
 
-    Models that were sharded meanwhile continue to work, and modules that were imported meanwhile keep this library's
+    Models that were already sharded continue to work. Modules that were imported after `install` keep this library's
     names.
     """
     theirs = {id(PROVIDED[name]): each for name, each in _TORCHS.items()}
@@ -54,14 +54,14 @@ def uninstall() -> None:
 
 def _modules(below: str = "") -> list[tuple[dict[str, Any], str]]:
     """Return the namespaces of all modules, except this library's and torch's own implementation."""
-    every = sys.modules.copy()  # other threads may import some meanwhile
+    every = sys.modules.copy()  # other threads may import modules meanwhile
     modules = {id(each): each for name, each in every.items() if name.startswith(below) and not name.startswith(_OWN)}
     dictionaries = [names for module in modules.values() if isinstance(names := getattr(module, "__dict__", 0), dict)]
     return [(names, key) for names in dictionaries for key in list(names)]
 
 
 def _exchange(places: list[tuple[dict[str, Any], str]], by_id: dict[int, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Put other objects in the places of some; returns where it did."""
+    """Replace objects at `places` by the objects in `by_id`, and return the places with a replaced object."""
     exchanged = []
     for names, key in places:
         if id(names.get(key)) in by_id:

@@ -1,4 +1,4 @@
-"""Ranks that have run out of batches serve those that go on (`fsdp.join`)."""
+"""Ranks without further batches take part in the collectives of other ranks (`fsdp.join`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp.layers.verify import require_sharded
 from fsdp.uneven.messages import Kind, Message, float_of
 from fsdp.uneven.regions import END, visits_of
 
-_MODEL = -1  # in the place of an optimizer's number
+_MODEL = -1  # stands for the model, where messages contain the number of an optimizer
 
 
 @contextmanager
@@ -39,33 +39,32 @@ def join(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop has ended waits at the end of the context. Until all loops have ended, it joins the other ranks'
-    all-gathers and contributes zero gradients. The rank also clips, steps and zeroes its shards together with the
-    other ranks, with their learning rates.
+    A rank whose loop has ended waits at the end of the context. Until all loops have ended, this rank joins the other
+    ranks' all-gathers and contributes zero gradients. It also clips, steps and zeroes its shards together with the
+    other ranks, using their learning rates.
 
-    Gradients are sums over ranks divided by the number of *all* ranks. A batch therefore has the same weight whether
-    other ranks still have batches or not, as in `DistributedDataParallel.join` by default. For the mean over the ranks
-    with a batch, multiply the loss by ``dist.get_world_size() / joined.running_ranks``, where ``joined`` is what the
-    context returns.
+    Gradients are sums over ranks, divided by the number of *all* ranks. Like in `DistributedDataParallel.join` by
+    default, a batch therefore has the same weight whether other ranks still have batches or not. For the mean over the
+    ranks with a batch, multiply the loss by ``dist.get_world_size() / joined.running_ranks``, where ``joined`` is the
+    value of the context manager.
 
     Other collective functions are not supported inside: `summon_full_params`, state dicts and similar functions raise
     an error, and user collectives would wait forever. Buffers of finished ranks (batch norm statistics) do not change.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        optimizers: all optimizers of its parameters, in the same order on every rank.
-        after_step: a function that finished ranks call with the optimizer after each step, for learning rate
-            schedulers and averages that the loop would have stepped.
+        optimizers: all optimizers of the model's parameters, in the same order on every rank.
+        after_step: an optional function that finished ranks call with the optimizer after each step, for example to
+            update learning rate schedulers and averages, as the loop does on other ranks.
 
     Yields:
         An object with ``running_ranks``, the number of ranks that took part in the last forward with a batch.
 
     Raises:
-        RuntimeError: on an inner unit, inside a forward or backward, inside another `join`, or if the ranks pass
-            different optimizers.
-        TypeError: for another model.
+        RuntimeError: on an inner unit, in a forward, backward or another `join`, or if ranks pass different optimizers.
+        TypeError: if `model` is not sharded by this library.
         ValueError: without an optimizer.
-        NotImplementedError: inside, for optimizers stepped with a closure, and `ShardedGradScaler`.
+        NotImplementedError: for PARTIAL gradients, and inside for `ShardedGradScaler` and for steps with a closure.
     """
     root = require_sharded(model, "fsdp.join")
     if not optimizers:
@@ -91,8 +90,8 @@ def join(
 class Joining:
     """The state of `fsdp.join` between the first and the last batch of any rank.
 
-    While all ranks have batches, they only exchange this fact, once in each forward. As soon as a rank has no batch,
-    the other ranks announce operations that change gradients or shards, and finished ranks perform the same
+    While all ranks have batches, they only exchange this fact, once during each forward. As soon as a rank has no
+    batch, the other ranks announce operations that change gradients or shards, and finished ranks perform the same
     operations.
     """
 
@@ -120,7 +119,7 @@ class Joining:
         self._visits.has_after_step = self._after_step is not None
         for number, optimizer in enumerate(self._optimizers):
             first: Any = optimizer.register_step_pre_hook(_refuse_closure)
-            first.hooks_dict_ref().move_to_end(first.id, last=False)  # a parked optimizer's hook adds a closure
+            first.hooks_dict_ref().move_to_end(first.id, last=False)  # before the hook of parking, which adds a closure
             self._undo.append(first.remove)
             hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
             self._undo.append(hook.remove)
@@ -128,13 +127,13 @@ class Joining:
         self._announce_before(self._model, _MODEL)
 
     def end(self) -> None:
-        """Behind the last batch of all ranks, or after an exception."""
+        """Undo `begin`, after the last batch of all ranks or after an exception."""
         for undo in self._undo:
             undo()
         self._visits.end_join()
 
     def serve(self) -> None:
-        """Collective with whatever the other ranks do. This rank has no more batches: take part until no rank has."""
+        """Collective. After the last batch of this rank, take part in operations of other ranks until all finish."""
         visits = self._visits
         visits.is_finished = True
         while True:
@@ -169,7 +168,7 @@ class Joining:
             self._undo.append(undo)
 
     def _share_options(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Collective. Return the options of the ranks that step; a rank that has finished passes none."""
+        """Collective. Return the options of the ranks that step; finished ranks pass an empty list."""
         given = [found for found in from_everyone(self._visits.talk.comms, own) if found]
         if any(other != given[0] for other in given[1:]):
             raise RuntimeError(
@@ -197,13 +196,13 @@ class Joining:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each group, with numbers instead of tensors, which ranks would pickle differently."""
+    """Return the options of each group, with numbers instead of tensors, so that ranks can compare them."""
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return map_tensors(lambda tensor: tensor.tolist(), options)
 
 
 def _taken(own: Any, given: Any) -> Any:
-    """Return another rank's value of an option, in the tensors of this rank, to which schedulers may refer."""
+    """Return another rank's value of an option; update this rank's tensors in place, as schedulers may use them."""
     if isinstance(own, tuple) and isinstance(given, tuple) and len(own) == len(given):
         return tuple(map(_taken, own, given))
     return own.copy_(torch.as_tensor(given, device=own.device)) if isinstance(own, torch.Tensor) else given

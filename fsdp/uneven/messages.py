@@ -1,8 +1,8 @@
 """Short messages from each rank to all ranks, in rounds, while ranks may run different operations.
 
 A round is a small all-gather over all ranks of a root. In each round a rank either *announces* its next operation, or
-*waits* at a position. All ranks perform a single announced operation: ranks that announced it continue, and other
-ranks take part and announce their own operation again. A diverging rank is therefore detected and named before any
+*waits* at a position. All ranks perform a single announced operation: ranks that announced it continue, and the other
+ranks take part and announce their next operation again. Diverging ranks are therefore detected and named before any
 rank waits for a collective that is never issued.
 """
 
@@ -20,24 +20,24 @@ from fsdp.distributed.devices import HOST
 
 
 class Kind(IntEnum):
-    """The kinds of messages."""
+    """The kinds of messages, with the operation of the sending rank."""
 
-    WAIT = auto()  # at position `subject`
-    FINISHED = auto()  # has no more batches; takes part in other ranks' operations
+    WAIT = auto()  # waits at position `subject`
+    FINISHED = auto()  # has no more batches, and takes part in operations of other ranks
     VISIT = auto()  # reaches region `subject`; `argument`: whether it runs the region
-    FORWARD = auto()  # all-gathers unit `subject` for its forward
-    BACKWARD = auto()  # all-gathers unit `subject` for its backward
-    REDUCE = auto()  # has the gradient of handle `subject`
+    FORWARD = auto()  # all-gathers unit `subject` for a forward
+    BACKWARD = auto()  # all-gathers unit `subject` for a backward
+    REDUCE = auto()  # reduces the gradient of handle `subject`
     LEAVE = auto()  # has run region `subject`; `argument`: whether a backward may follow
-    FAILED = auto()  # raised inside of region `subject`
+    FAILED = auto()  # raised an exception in region `subject`
     CLIP_NORM = auto()
     CLIP_VALUE = auto()
-    STEP = auto()  # of optimizer `subject`
-    ZERO_GRAD = auto()  # of optimizer `subject`, or of the model
+    STEP = auto()  # steps optimizer `subject`
+    ZERO_GRAD = auto()  # zeroes gradients by optimizer `subject`, or by the model
 
 
 _PASSIVE = (Kind.WAIT, Kind.FINISHED)
-# Operations in which other ranks can take part regardless of their own next operation, in this order.
+# Operations in which other ranks can take part regardless of their next operation, by priority.
 _TURNS: dict[int, int] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.REDUCE: 1}
 _LAST = 2
 
@@ -57,17 +57,17 @@ class Message(NamedTuple):
 
     @property
     def topic(self) -> tuple[int, ...]:
-        """The part of messages about the same subject that is equal on all ranks."""
+        """The part of a message that must be equal on all ranks that announce the same operation."""
         return self.kind, self.subject, 0 if self.kind == Kind.LEAVE else self.extra
 
 
 def bits_of(number: float) -> int:
-    """Return a number as the integer that a message takes."""
+    """Return the bits of a float as an integer for a message."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def float_of(bits: int) -> float:
-    """Return the number of `bits_of`."""
+    """Return the float of an integer from `bits_of`."""
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
@@ -79,7 +79,7 @@ class Talk:
         self._describe = describe
 
     def exchange(self, mine: Message) -> list[Message]:
-        """Collective. The messages of all ranks in this round, none of which may have failed."""
+        """Collective. Return the messages of all ranks in this round; raise RuntimeError if a rank has failed."""
         rows = torch.tensor([mine], dtype=torch.int64, device=HOST)
         for comm in self.comms:
             everyone = rows.new_empty(rows.numel() * comm.world_size)
@@ -96,7 +96,7 @@ class Talk:
         return messages
 
     def event_in(self, messages: Sequence[Message]) -> Message | None:
-        """Return the message that all ranks follow next: all-gathers come first, then gradients, then all else."""
+        """Return the operation that all ranks perform next: all-gathers first, then reductions, then the others."""
         events = [(rank, message) for rank, message in enumerate(messages) if message.is_event]
         if not events:
             return None

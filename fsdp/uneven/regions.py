@@ -1,16 +1,16 @@
 """Modules that not every rank runs (`fsdp.cond`), and the participation of the other ranks in their collectives.
 
-A *region* is such a module, and a *visit* is a collective call of it, whether ranks run it or not. In the first round
-of a visit the ranks exchange which of them run the region. If no rank runs it, the visit ends. If all ranks run it, it
-runs as usual, but with a separate order of units, so that predictions are the same on all ranks. Otherwise the visit
-is *mixed*: ranks that run the region announce every all-gather and reduction in advance, and the other ranks wait for
-announcements and join.
+A *region* is such a module. A *visit* is a collective call of a region, on ranks that run the module and on ranks that
+do not. In the first round of a visit, the ranks exchange which ranks run the region. If no rank runs it, the visit
+ends. If all ranks run it, the module runs as usual, but with a separate order of units, so that predictions are the
+same on all ranks. Otherwise the visit is *mixed*: ranks that run the region announce every all-gather and reduction in
+advance, and the other ranks wait for announcements and join.
 
 In forward the other ranks wait until the visit ends. In backward they have no graph of the region, so they wait at
 *positions* in the order of the forward, which backward passes from the last to the first. If a rank reaches a unit in
 backward before the backward of a later mixed visit is complete, it waits until all ranks are at this position or
 before it. The ranks that are furthest from the end continue, and the other ranks serve. Ranks that run different
-regions therefore serve each other in turn, without knowledge of each other's graphs.
+regions therefore serve each other in turn, without information about each other's graphs.
 
 `fsdp.join` treats the root as a region: ranks without batches do not run it.
 """
@@ -44,31 +44,31 @@ from fsdp.uneven.messages import Kind, Message, Talk, bits_of
 def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Collective. Run a module on a subset of the ranks, while the other ranks take part in its collectives.
 
-    For example, use it for a vision tower and a batch without images, an expert without tokens, or a dropped layer.
-    All ranks of the outermost wrapper, or module under `fully_shard`, call it, at the same place and for the same
-    module, inside its forward. The ranks exchange in a small message whether they run the module:
+    Use it, for example, for a vision tower if a batch has no images, for an expert without tokens, or to drop a layer.
+    All ranks must call this function in the forward of the outermost wrapper (or module under `fully_shard`), at the
+    same place and for the same module. In a small message, the ranks exchange whether they run the module:
 
-    - if no rank runs it, its parameters are not all-gathered;
-    - if all ranks run it, the effect is the same as a direct call;
+    - if no rank runs the module, its parameters are not all-gathered;
+    - if all ranks run the module, the effect is the same as a direct call;
     - otherwise, the other ranks join the all-gathers in forward and backward and contribute zero gradients: the
       gradients are the sum over the ranks that ran the module, divided by the number of all ranks.
 
     Calls may be nested, and may be in modules with activation checkpointing. Backward must run before the next
-    forward. Ranks wait for the message on the host.
+    forward. The message blocks the host.
 
     Args:
-        module: a part of a sharded model: a unit, a module with units inside, or a plain module.
-        run_here: whether this rank runs it.
-        args, kwargs: arguments of the module; ignored on ranks that do not run it.
+        module: a part of a sharded model: a unit, a module that contains units, or a plain module.
+        run_here: True if this rank runs the module.
+        args, kwargs: the inputs of the module; ignored on ranks that do not run the module.
 
     Returns:
-        The module's output, or None on a rank that does not run it.
+        The module's output, or None on a rank that does not run the module.
 
     Raises:
+        TypeError: if `module` is not an `nn.Module`.
         ValueError: if the module is not part of the wrapped model that runs.
-        RuntimeError: on every rank, if ranks call it for different modules or run different units in it, or if the
-            module raised an exception on a rank; also if it is called twice in a forward and not all ranks run it each
-            time.
+        RuntimeError: on every rank, if ranks call the function for different modules or run different units, or if the
+            module raised an exception on a rank; also for a second call in a forward if not all ranks run both calls.
     """
     runtime = _runtime_of(module)
     unit = unit_of_wrapper(module)
@@ -92,15 +92,15 @@ def _runtime_of(module: nn.Module) -> Runtime:
     )
 
 
-END = -1  # the position behind everything that backward passes
+END = -1  # the position after backward has passed all places
 
-# A position is a single number: places in the root's forward, in a visit, in a nested visit, and so on.
+# A position encodes, in a single integer, the places in the root's forward, in a visit, in a nested visit, and so on.
 LEVELS = 4
 _BITS = 15
 
 
 def position_at(place: int, level: int = 0, base: int = 0) -> int:
-    """The position of a place (from 1 on) in the root's forward, or at a `level` in the visit at position `base`."""
+    """Return the position of a place (from 1) in the root's forward, or at a `level` in the visit at `base`."""
     if level >= LEVELS:
         raise RuntimeError(
             f"fsdp.cond: modules that not every rank runs can be {LEVELS - 1} deep in each other at most, inside of "
@@ -116,10 +116,10 @@ class Region:
         self.number = number
         self.units = [unit for unit in units_of(module.modules()) if not isinstance(unit.module, ModuleGroup)]
         own = set(module.modules()).difference(*(unit.module.modules() for unit in self.units))
-        # Parameters of the region that units around it shard: their gradients are reduced wherever it was run.
+        # Handles of enclosing units with parameters of this region: only ranks that run it have gradients for these.
         self.around = {handle for inner in own for handle in handles.get(inner, ())}
-        self.last: Visit | None = None  # of the last forward that reached it; None if no rank ran it
-        # Of its units in forward (False) and in backward; the root's does not depend on the ranks that run the region.
+        self.last: Visit | None = None  # in the last forward that reached this region; None if no rank ran it
+        # Orders of its units in forward (False) and backward. The root's orders must not depend on the running ranks.
         self.orders: dict[bool, ExecutionOrder[Unit]] = {False: ExecutionOrder(), True: ExecutionOrder()}
 
 
@@ -130,12 +130,12 @@ class Visit:
         self.region = region
         self.position, self.level, self.places = position, level, 0
         self.runs_here, self.is_mixed = runs_here, is_mixed
-        self.units = list(region.units)  # and others that it runs
-        self.calls: list[Call] = []  # whose backward may follow
+        self.units = list(region.units)  # and other units that ran during the visit
+        self.calls: list[Call] = []  # the calls whose backward may follow
         self.reached: set[Call] = set()
-        self.is_differentiable = False  # backward may reach its outputs
-        self.is_reentrant = False  # only its recomputation has a graph
-        self.was_owed = False  # its forward had a graph
+        self.is_differentiable = False  # backward may reach the outputs
+        self.is_reentrant = False  # only the recomputation has a graph
+        self.was_owed = False  # the forward had a graph on some rank
         self.reduced: set[FlatParamHandle] = set()
 
     def add(self, unit: Unit) -> None:
@@ -151,20 +151,20 @@ class Directory:
         self._modules: list[tuple[str, nn.Module]] = []
         self._numbers: dict[nn.Module, int] = {}
         self._list_modules()
-        self._by_module: dict[nn.Module, list[FlatParamHandle]] = {}  # the handles of the parameters of each module
+        self._by_module: dict[nn.Module, list[FlatParamHandle]] = {}  # the handles of each module's parameters
         for handle in self.handles:
             for place in chain.from_iterable(handle.places):
                 self._by_module.setdefault(place.module, []).append(handle)
-        self.regions: dict[nn.Module, Region] = {}  # that were ever reached
+        self.regions: dict[nn.Module, Region] = {}  # all regions reached so far
 
     def region(self, module: nn.Module) -> Region:
-        """The region that a module is, which must be in the root's."""
+        """Return the region of a module, and create it if required. The module must be part of the root's module."""
         if module not in self.regions:
             self.regions[module] = Region(self._number(module), module, self._by_module)
         return self.regions[module]
 
     def region_of_number(self, number: int) -> Region:
-        """The region that another rank named."""
+        """Return the region that another rank has sent by number."""
         if number >= len(self._modules):
             self._list_modules()
         return self.region(self._modules[number][1])
@@ -173,7 +173,7 @@ class Directory:
         return clean_name(self._modules[number][0]) or self._root.name
 
     def describe(self, message: Message) -> str:
-        """Return a description of a rank's operation."""
+        """Return a description of the operation in a message, for errors."""
         kind, subject = Kind(message.kind), message.subject
         if kind in (Kind.VISIT, Kind.LEAVE, Kind.FAILED):
             return ("the end of " if kind is Kind.LEAVE else "") + f"fsdp.cond of {self.name(subject)}"
@@ -186,7 +186,7 @@ class Directory:
         return f"{kind.name.lower()} in fsdp.join"
 
     def _list_modules(self) -> None:
-        """Give numbers to modules that were added; the others keep theirs, which regions have."""
+        """Assign numbers to added modules; existing numbers, which regions use, do not change."""
         for name, found in self._root.module.named_modules():
             if found not in self._numbers:
                 self._numbers[found] = len(self._modules)
@@ -194,7 +194,7 @@ class Directory:
 
     def _number(self, module: nn.Module) -> int:
         if module not in self._numbers:
-            self._list_modules()  # some were added
+            self._list_modules()  # modules may have been added
         if module not in self._numbers:
             raise ValueError(
                 f"fsdp.cond: this {type(module).__name__} is not inside {self._root.name}, so other ranks cannot "
@@ -213,16 +213,16 @@ class Place(NamedTuple):
 _FIRST = Place()
 _MANY = 100_000  # places in a forward, after which visits without a backward are dropped
 
-_BITS_TOLD = 60  # in a number of a message
+_BITS_TOLD = 60  # flags in an integer of a message
 
-# Of the mode of a backward: how far gradients go, and whether there are none yet.
+# The mode of a backward: bits for the `GradientSync`, and a bit that is set if there are no gradients yet.
 _SYNC, _WITHOUT_GRADIENTS, _BITS_OF_MODE = 3, 4, 3
 
-TOLD = "_fsdp_told"  # on an exception that all ranks raise, or that cannot be sent to them
+TOLD = "_fsdp_told"  # set on exceptions that all ranks raise, or that cannot be sent to other ranks
 
 
 def visits_of(runtime: Runtime) -> Visits:
-    """Return the visits of a root's regions; before the first call there are none, and no communication."""
+    """Return the visits of a root's regions. Before the first call, the root uses no additional communication."""
     if not isinstance(runtime.participation, Visits):
         runtime.participation = Visits(runtime)
         runtime.passes.stop()  # ranks that serve do not know which pass other ranks are in
@@ -232,7 +232,7 @@ def visits_of(runtime: Runtime) -> Visits:
 class Visits(Participation):
     """The regions of a root and its open visits: a `Participation` for ranks that run different modules.
 
-    Calls that the runtime began earlier have positions before all others.
+    Calls that the runtime began before this object was attached have the first position.
     """
 
     may_differ = True
@@ -241,23 +241,23 @@ class Visits(Participation):
         self._runtime = runtime
         self._directory = Directory(runtime)
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
-        # Of fsdp.join: performs the operations of other ranks on the shards of this rank, which has finished.
+        # Set during fsdp.join: performs operations of other ranks on this rank's shards, after this rank has finished.
         self.joining: Callable[[Message], None] | None = None
-        self.is_finished = self.are_some_finished = False  # this rank; some ranks when the last forward began
-        self.has_after_step = False  # whether ranks without a batch call a function of the user's after a step
-        self.running_ranks = 0  # that ran the last forward
+        self.is_finished = self.are_some_finished = False  # this rank; some ranks at the start of the last forward
+        self.has_after_step = False  # True if finished ranks call a user's function after a step
+        self.running_ranks = 0  # the number of ranks that ran the last forward
         self.is_uneven = False
-        self._mode = 0  # of the current backward, for ranks that begin one to take part
-        self._open: list[Visit] = []  # that are running, the innermost last
+        self._mode = 0  # the mode of the current backward, for ranks that join it
+        self._open: list[Visit] = []  # running visits, the innermost last
         self._owed: list[Visit] = []  # mixed visits whose backward may follow
-        self._touched: set[FlatParamHandle] = set()  # of units around regions that ran somewhere
-        self._visited: dict[Region, bool] = {}  # in this forward, and whether mixed
-        self._count = 0  # of places in this forward
+        self._touched: set[FlatParamHandle] = set()  # handles in `Region.around` of mixed visits
+        self._visited: dict[Region, bool] = {}  # the regions visited in this forward; True for mixed visits
+        self._count = 0  # the number of places in this forward
         self._places: WeakKeyDictionary[Call, Place] = WeakKeyDictionary()
         self._positions: dict[Unit, int] = {}
-        self._within: dict[Unit, Region] = {}  # in which units ran last
-        self._without_graph: set[Unit] = set()  # whose last forward has no graph on this rank
-        self._has_recomputed = False  # units whose forward had a graph, since backward came to a call
+        self._within: dict[Unit, Region] = {}  # the region in which a unit ran last
+        self._without_graph: set[Unit] = set()  # units whose last forward has no graph on this rank
+        self._has_recomputed = False  # a unit with a graph was recomputed since backward last reached a call
         self._of_root: Visit | None = None
 
     @property
@@ -269,7 +269,7 @@ class Visits(Participation):
         return self.has_after_step or not self.is_joining
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
-        """A unit computes next; in `fsdp.join`, the forward of the outermost unit is a visit of all ranks."""
+        """Record that a unit computes next. During `fsdp.join`, the root's forward is a visit of all ranks."""
         unit = call.unit
         if is_outermost and not self._open:
             self._begin_forward()
@@ -280,7 +280,7 @@ class Visits(Participation):
             self._positions[unit] = position = self._next_position()
             self._without_graph.add(unit)
         elif unit in self._without_graph and not (self._open and self._open[-1].is_mixed):
-            # Re-entrant checkpointing: the ranks that ran the unit recompute it, each after the same later calls.
+            # Re-entrant checkpointing: all ranks that ran the unit recompute it after the same later calls.
             mixed = self._mixed_visit(unit, is_backward=True)
             self._wait_before(0 if mixed is None else mixed.position)
         if self._open:
@@ -325,38 +325,38 @@ class Visits(Participation):
     def order(
         self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
     ) -> ExecutionOrder[Unit] | None:
-        """Return the order in which all ranks run a unit; None if they don't, and take part in its all-gather."""
-        # Checkpointing that keeps the graph begins with the first tensor that backward misses. The part of this tensor
-        # depends on the modules that the rank ran. (Re-entrant checkpointing begins at the same place on all ranks.)
+        """Return an order of units that is equal on all ranks, or None to prevent prefetching; see `Participation`."""
+        # Non-reentrant checkpointing starts at the first missing tensor, whose checkpoint depends on the modules that
+        # this rank ran. Reentrant checkpointing starts at the same place on all ranks.
         if is_recomputed and self.is_uneven and unit not in self._without_graph:
             self._has_recomputed = True
             self._unshard(unit, is_backward, None)
             return None
         open_region = self._open[-1].region if self._open else None
-        region = self._within.get(unit) if is_backward else open_region  # None: it runs in the root's order
+        region = self._within.get(unit) if is_backward else open_region  # None: the unit runs in the root's order
         if self._mixed_visit(unit, is_backward) is not None:
             self._unshard(unit, is_backward, region)
             return None
         order = usual if region is None else region.orders[is_backward]
         if not is_backward or not self.is_uneven:
             return order
-        order.enter(unit, is_gathered=False)  # not on all ranks
+        order.enter(unit, is_gathered=False)  # may not be gathered on all ranks
         if unit is not self._runtime.root:
-            unit.reshard()  # some ranks have it already, from a recomputation
+            unit.reshard()  # on some ranks, a recomputation has already unsharded it
         return None
 
     def _mixed_visit(self, unit: Unit, is_backward: bool) -> Visit | None:
-        """Return the visit in which a unit computes now, if that has to be announced to other ranks."""
+        """Return the mixed visit in which a unit computes, so that operations must be announced; otherwise None."""
         if self._open:
             return self._open[-1] if self._open[-1].is_mixed else None
         owed = [visit for visit in self._owed if is_backward and unit in visit.units]
         return max(owed, key=lambda visit: visit.position, default=None)
 
     def _unshard(self, unit: Unit, is_backward: bool, region: Region | None) -> None:
-        """Unshard a unit with the other ranks, which do not know about it; all note it in the order of a region."""
+        """Announce and unshard a unit; all ranks add the unit to the order of `region`."""
         missing = not all(handle.is_unsharded for handle in unit.handles)
         if missing:
-            unit.reshard()  # a part of it may be unsharded, here and not elsewhere
+            unit.reshard()  # some handles may be unsharded on this rank only
         number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD
         mode = self._mode if is_backward else 0
         noted = 0 if region is None else region.number + 1
@@ -372,21 +372,21 @@ class Visits(Participation):
         self.tell(Message(Kind.CLIP_VALUE, 0, bits_of(clip_value)))
 
     def tell(self, message: Message) -> bool:
-        """Make finished ranks do the same. Return False if there are none."""
+        """Announce an operation that finished ranks must perform too. Return False if no rank has finished."""
         if self.is_finished or not self.are_some_finished:
             return False
         self.announce(message)
         return True
 
     def end_join(self) -> None:
-        """All ranks run the same operations again."""
+        """Reset the state after `fsdp.join`; all ranks run the same operations again."""
         self.joining = self._of_root = None
         self.is_finished = self.are_some_finished = False
         self.abandon()
         self._count = 0
 
     def abandon(self) -> None:
-        """Discard all visits after a pass was abandoned."""
+        """Discard all visits after an aborted forward or backward."""
         for things in (self._open, self._owed, self._visited, self._touched):
             things.clear()
 
@@ -408,7 +408,7 @@ class Visits(Participation):
         self._mode = min(syncs) | _WITHOUT_GRADIENTS * all(param.grad is None for param in listed)
 
     def reach(self, call: Call) -> None:
-        """Backward has reached a call: serve until no rank is further from the end than this rank."""
+        """Record that backward has reached a call, and serve until no rank is further from the end than this rank."""
         place = self._places.get(call, _FIRST)
         if place.visit is not None:
             if place.visit not in self._owed:
@@ -418,7 +418,7 @@ class Visits(Participation):
                     "backward after each forward."
                 )
             place.visit.reached.add(call)
-        if self._has_recomputed:  # other ranks may recompute mixed visits yet, before they come here
+        if self._has_recomputed:  # other ranks may still recompute mixed visits before they reach this call
             self._has_recomputed = False
             self._wait_at(place.position)
         else:
@@ -432,7 +432,7 @@ class Visits(Participation):
         return {handle for unit in units for handle in unit.handles} | self._touched
 
     def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
-        """Announce a gradient that is about to be reduced; False if only some ranks have a part of it, until all do."""
+        """Announce the reduction of a gradient. Return False if it must wait until the end of backward (`_touched`)."""
         if handle in self._touched:
             return False
         visit = next((visit for visit in self._owed if visit.runs_here and unit in visit.units), None)
@@ -443,7 +443,7 @@ class Visits(Participation):
         return True
 
     def end_backward(self) -> None:
-        """Backward has ended here: serve until it has on all ranks."""
+        """Record the end of backward on this rank, and serve until backward has ended on all ranks."""
         for visit in list(self._owed):
             for unit in visit.units if visit.runs_here else ():
                 for handle in unit.handles:
@@ -454,13 +454,13 @@ class Visits(Participation):
         self._close_backward(Kind.WAIT)
 
     def end_followed_backward(self) -> None:
-        """Collective. The backward has ended on the ranks that run it; this rank has finished its batches."""
+        """Collective. End a backward in which this rank only takes part, because it has finished its batches."""
         self._close_backward(Kind.FINISHED)
         self._runtime.finish_backward()
         self._runtime.synchronise(GradientSync.FULL)
 
     def _close_backward(self, kind: Kind) -> None:
-        """Collective. Forget the visits that the backward which ends came to, on any rank."""
+        """Collective. Discard the visits that the ending backward has reached on any rank."""
         owed, self._owed = self._owed, []
         for start in range(0, len(owed), _BITS_TOLD):
             some = owed[start : start + _BITS_TOLD]
@@ -470,12 +470,12 @@ class Visits(Participation):
             self._owed += [visit for number, visit in enumerate(some) if not anywhere >> number & 1]
         for unit in {unit for visit in owed for unit in visit.units}:
             if unit.state is not TrainingState.FORWARD:
-                unit.reshard()  # it may be unsharded on some ranks only
+                unit.reshard()  # may be unsharded on only some ranks
         self.is_uneven = False
         self._touched.clear()
 
     def announce(self, message: Message) -> list[Message]:
-        """Announce this rank's next operation, and take part in earlier ones; return the messages of all ranks."""
+        """Announce this rank's next operation, and perform earlier operations; return the messages of all ranks."""
         while True:
             rows, event = self.round(message)
             if event is None or not message.is_event:
@@ -485,7 +485,7 @@ class Visits(Participation):
                 continue
             if event.argument and not message.argument and event.kind in (Kind.FORWARD, Kind.BACKWARD):
                 for handle in self._directory.units[event.subject].handles:
-                    _serve_gather(handle)  # it is unsharded here already, and not there
+                    _serve_gather(handle)  # already unsharded on this rank, but not on another rank
             return rows
 
     def round(self, message: Message) -> tuple[list[Message], Message | None]:
@@ -498,7 +498,7 @@ class Visits(Participation):
             raise
 
     def serve_one(self, position: int) -> bool:
-        """Run a round of waiting; perform announced operations. Return True if no rank is further than `position`."""
+        """Run a waiting round, and perform an announced operation; True if no rank waits at a later position."""
         rows, event = self.round(Message(Kind.WAIT, position))
         if event is not None:
             self.perform(event, rows)
@@ -506,7 +506,7 @@ class Visits(Participation):
         return max(row.subject for row in rows if row.kind == Kind.WAIT) <= position
 
     def _wait_before(self, position: int) -> None:
-        """Wait at a position if backward comes to mixed visits first."""
+        """Wait at a position if backward must first pass later mixed visits."""
         if any(visit.position > position for visit in self._owed):
             self._wait_at(position)
 
@@ -547,7 +547,7 @@ class Visits(Participation):
                 _serve_gather(handle)
 
     def _follow_backward(self, event: Message) -> None:
-        """Begin the backward of another rank, which has told the `_mode` of it, if none runs here."""
+        """Join the backward of another rank, with the `_mode` in `event`, if no backward runs on this rank."""
         if self._runtime.is_in_backward:
             return
         if event.extra & _WITHOUT_GRADIENTS:
@@ -557,7 +557,7 @@ class Visits(Participation):
         self._runtime.follow_backward()
 
     def _note(self, message: Message) -> None:
-        # At the same time on all ranks, so that all expect the same the next time.
+        # All ranks do this in the same round, so that their predictions of the next pass are equal.
         noted = message.extra >> _BITS_OF_MODE
         if noted:
             region = self._directory.region_of_number(noted - 1)
@@ -566,7 +566,7 @@ class Visits(Participation):
                 region.last.add(self._directory.units[message.subject])
 
     def visit(self, module: nn.Module, run_here: bool, compute: Callable[[], Any]) -> Any:
-        """Collective. Return the result of `compute` if `run_here`; otherwise take part in its collectives."""
+        """Collective. Return the result of `compute` if `run_here`; otherwise, join its collectives and return None."""
         if self._runtime.is_in_backward and in_backward():
             return self._recompute(self._directory.region(module), run_here, compute)
         visit = self.open(module, run_here)
@@ -582,7 +582,7 @@ class Visits(Participation):
 
     def _run(self, visit: Visit, compute: Callable[[], Any]) -> Any:
         if not visit.runs_here:
-            while visit in self._open:  # take part in other ranks' operations
+            while visit in self._open:  # join the operations of other ranks
                 self.serve_one(visit.position)
             return None
         output = compute()
@@ -590,7 +590,7 @@ class Visits(Participation):
         return output
 
     def open(self, module: nn.Module, run_here: bool) -> Visit | None:
-        """Collective. Come to a region; None if no rank runs it."""
+        """Collective. Begin a visit of a module's region; return None if no rank runs it."""
         region = self._directory.region(module)
         if not self._open and not self._runtime.is_computing:
             self._runtime.checks.trust_values(self._runtime.root)
@@ -601,8 +601,8 @@ class Visits(Participation):
 
     def _recompute(self, region: Region, run_here: bool, compute: Callable[[], Any]) -> Any:
         # Checkpointing may stop before the end, at a different place on each rank, so this must not wait for other
-        # ranks. The agreement is known from the forward, and units that are unsharded again are announced as in
-        # backward.
+        # ranks. The result of the forward's first round is still known. Units that are unsharded again are announced
+        # as in backward.
         visit = region.last
         if run_here is not (visit is not None and visit.runs_here):
             raise RuntimeError(
@@ -613,8 +613,8 @@ class Visits(Participation):
         if visit is None:
             return None
         if visit.is_mixed and not visit.was_owed:
-            # The forward was without a graph, so this call is like a forward of all ranks. Backward comes to later
-            # regions first: wait for the ranks that recompute these.
+            # The forward had no graph, so this call is like a forward of all ranks. Backward reaches later regions
+            # first, so wait for the ranks that recompute them.
             self._wait_at(visit.position)
             self._touched.update(region.around)
             visit.is_reentrant = True
@@ -631,7 +631,7 @@ class Visits(Participation):
             self._open.remove(visit)
 
     def close(self, visit: Visit) -> None:
-        """The visit's forward has ended here."""
+        """End a visit's forward on this rank."""
         if not visit.is_mixed:
             self._open.remove(visit)
         elif visit.runs_here:
@@ -639,14 +639,14 @@ class Visits(Participation):
             self._leave(visit, rows)
 
     def give_up(self, visit: Visit, error: BaseException | None) -> None:
-        """The visit's forward was given up here; by an `error`, the ranks that take part in it are told to, as well."""
+        """Abort a visit's forward on this rank. If `error` is an Exception, notify the ranks that take part."""
         is_told = visit.is_mixed and visit.runs_here and visit in self._open
         self.abandon()
         if not isinstance(error, Exception) or getattr(error, TOLD, False):
             return
         setattr(error, TOLD, True)
         if is_told:
-            with suppress(RuntimeError):  # which all ranks raise now; this rank's own exception is more specific
+            with suppress(RuntimeError):  # all ranks raise it; the original exception of this rank is more specific
                 self.talk.exchange(Message(Kind.FAILED, visit.region.number))
 
     def _enter(self, region: Region, rows: Sequence[Message], run_here: bool, position: int) -> Visit | None:
@@ -673,11 +673,11 @@ class Visits(Participation):
         return visit
 
     def _leave(self, visit: Visit, rows: Sequence[Message]) -> None:
-        if visit in self._open:  # not if other ranks recompute a part that this rank does not run
+        if visit in self._open:  # it is not open if other ranks recompute a part that this rank does not run
             self._open.remove(visit)
         for unit in visit.units:
-            unit.yet_to_run = NO_MODULES  # of a group, of which this rank may have run others
-            unit.reshard()  # all ranks are equal from here on
+            unit.yet_to_run = NO_MODULES  # ranks may have run different modules of a group
+            unit.reshard()  # makes the state equal on all ranks
         is_owed = any(row.argument for row in rows if row.kind == Kind.LEAVE)
         if is_owed:
             visit.was_owed = True
@@ -694,11 +694,11 @@ class Visits(Participation):
 
 
 def _serve_gather(handle: FlatParamHandle) -> None:
-    """Take part in an all-gather that only other ranks need; this rank's parameters do not change."""
+    """Take part in an all-gather whose result only other ranks use; this rank's parameters do not change."""
     if handle.is_sharded:
         handle.absorb()
         handle.follow_shard()
         handle.storage.check(handle.name)
         if handle.kept_shard is not None and not handle.kept_shard.lasts:
-            handle.kept_shard.forget()  # ranks that need the parameters have dropped theirs
+            handle.kept_shard.forget()  # ranks that use the parameters have released their kept shard
         handle.serve_unshard()
