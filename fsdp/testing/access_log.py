@@ -3,8 +3,7 @@
 A `Timeline` is a sequence of operations: the host, a stream, the stream of a backend's collectives, or a message. Each
 timeline has a clock that counts its operations, and records the clocks of other timelines at its last wait for them,
 directly or indirectly (a *vector clock*). An access precedes the current operation of a timeline if the timeline has
-waited for the access. If at least one of two accesses to the same bytes is a write, one of them must precede the
-other.
+waited for the access. If at least one of two accesses to the same bytes is a write, one access must precede the other.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Span = tuple[int, int]  # the first byte, and the first one behind
+Span = tuple[int, int]  # the first byte, and the first byte after the span
 Moment = Mapping["Timeline", int]
 
 _MANY_RUNS = 1024
@@ -51,10 +50,9 @@ class Access:
     """An operator that reads or writes memory.
 
     Attributes:
-        operator: its name.
-        timeline: the timeline of the access; after a wait for a whole timeline, its accesses count for the waiting
-            timeline.
-        time: its time on the timeline.
+        operator: the name of the operator.
+        timeline: the timeline of the access. The accesses of an awaited message belong to the host's timeline.
+        time: the time on the timeline.
         places: the source locations of the call, innermost first.
     """
 
@@ -85,20 +83,20 @@ class Memory:
     """A block of memory, from its allocation until its release.
 
     Args:
-        owner: the timeline that receives the memory when it is freed; None if it is never reused too early.
+        owner: the timeline that can reuse the memory immediately after the release; None if reuse is always safe.
         nbytes: the size of the block.
     """
 
     def __init__(self, owner: Timeline | None, nbytes: int) -> None:
         self.owner, self.nbytes = owner, nbytes
-        self.kept_for: set[Timeline] = set()  # its memory is nobody's until what they have done is over
+        self.kept_for: set[Timeline] = set()  # the memory is not reused before the accesses of these timelines end
         self._entries: list[_Entry] = []
 
     def note(self, access: Access, span: Span, writes: bool) -> tuple[Access, bool] | None:
         """Record an access of bytes.
 
         Returns:
-            An earlier access that is unordered with it, and whether this earlier access writes.
+            An earlier access without an order to this access, and whether the earlier access writes; None if none.
         """
         found, kept = None, []
         for entry in self._entries:
@@ -108,7 +106,7 @@ class Memory:
             is_before = access.timeline.is_after(entry.access)
             if not is_before and (writes or entry.writes):
                 found = found or (entry.access, entry.writes)
-            # An access after a write is also after all predecessors of the write, so these need not be kept.
+            # An access after a write is also after all predecessors of the write, so the predecessors are deleted.
             if writes or (is_before and not entry.writes):
                 kept += entry.without(span)
             else:
@@ -117,14 +115,14 @@ class Memory:
         return found
 
     def not_before(self, timeline: Timeline) -> Iterator[Access]:
-        """Yield the accesses that a timeline must wait for before it receives this memory."""
+        """Yield the accesses for which a timeline must wait before it can reuse this memory."""
         for entry in self._entries:
             if entry.access.timeline not in self.kept_for and not timeline.is_after(entry.access):
                 yield entry.access
 
 
 def spans_of(tensor: Tensor) -> Iterable[Span]:
-    """Return the bytes of a tensor's storage that it looks at: of each run, or from first to last if there are many."""
+    """Return the spans of a tensor in its storage: one per contiguous run, or a single span if there are many runs."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     dims = sorted((int(step), int(length)) for step, length in zip(tensor.stride(), tensor.shape, strict=True))

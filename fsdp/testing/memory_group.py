@@ -1,7 +1,7 @@
-"""The process group of a world has gloo's interface and arithmetic, and messages in memory."""
+"""The process group of a world implements gloo's interface and arithmetic, with messages in memory."""
 
 # mypy: disable-error-code="override, assignment"
-# torch declares multiple overloads of each method, and calls this one.
+# torch declares multiple overloads of each method, and only calls the overload that is defined here.
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Parts = Sequence[Sequence[Tensor]]
 
 
 class MemoryGroup(dist.ProcessGroup):
-    """A process group in memory, as seen by a single rank.
+    """A process group in memory, on a single rank.
 
-    torch creates this class instead of gloo's (`fsdp.testing.world`), with gloo's arguments. This class implements the
-    methods that torch calls, under the names of torch 2.13 and before; methods that return a work are collective and
-    not blocking. torch 2.14 passes an additional argument (`sockets`) for reconnecting, which is not used because
-    there are no connections.
+    torch creates this class instead of gloo's class (`fsdp.testing.world`), with gloo's arguments. This class defines
+    the methods that torch calls, with the names in torch 2.13 and in earlier versions. Methods that return a work are
+    collective and do not block. torch 2.14 passes an additional argument (`sockets`) for reconnecting, which is unused
+    because there are no connections.
     """
 
     def __init__(self, network: Network, store: Any, rank: int, size: int, timeout: Any = None, **sockets: Any) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # a group in Python has no store
+        super().__init__(rank, size)  # type: ignore[call-arg]  # groups in Python have no store
         self.network = network
         self.options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
         self._calls, self._description = 0, ""
@@ -62,23 +62,23 @@ class MemoryGroup(dist.ProcessGroup):
         self._description = text
 
     def _get_backend(self, device: torch.device) -> MemoryGroup:
-        return self  # `batch_isend_irecv` of torch 2.14 asks it whether it joins messages
+        return self  # `batch_isend_irecv` of torch 2.14 queries whether the backend coalesces messages
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False, as gloo does: it allocates no tensors for communication."""
+        """Return False like gloo, which allocates no tensors for communication."""
         return False
 
     def _set_sequence_number_for_group(self) -> None:
-        """Not needed: there is no state to agree on."""
+        """Not required, because the ranks have no common sequence number."""
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "memory"  # to C++, where DistributedDataParallel asks gloo's own class for its sockets
+        return "memory"  # for C++, where DistributedDataParallel would require the sockets of gloo's class
 
     def name(self) -> str:
         return "gloo"
 
     def shutdown(self) -> None:
-        """Not needed: there are no resources."""
+        """Not required, because there are no resources."""
 
     abort = shutdown
 
@@ -107,9 +107,9 @@ class MemoryGroup(dist.ProcessGroup):
 
         Args:
             what: a description that must be equal on all ranks.
-            given, wanted: the tensors that this rank's part is read from and written to.
-            results: a function that is called with the given tensors of each rank after all ranks have arrived. It
-                returns for each rank the tensors that are copied to the wanted ones; none if it has no result.
+            given, wanted: the input and output tensors of this rank.
+            results: a function that is called with the input tensors of each rank, after all ranks have arrived. It
+                returns the tensors to copy to the outputs of each rank, which may be none.
         """
         network, rank, members = self.network, self._number(self.rank()), self._members
         self._calls += 1
@@ -187,7 +187,7 @@ class MemoryGroup(dist.ProcessGroup):
             f"{what}{_shapes(given)}",
             given,
             [each for targets in wanted for each in targets],
-            # Of one given tensor after the other, rank by rank.
+            # For each input tensor in order, the tensors of all ranks.
             lambda sources: self._on_all([each for tensors in zip(*sources, strict=True) for each in tensors]),
         )
 
@@ -195,7 +195,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self._gather("all_gather", given, wanted)
 
     def allgather_coalesced(self, wanted: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Work:
-        # torch's are by rank first
+        # torch's outputs are ordered by rank first
         return self._gather("all_gather", given, [list(each) for each in zip(*wanted, strict=True)])
 
     def all_gather_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
@@ -218,7 +218,7 @@ class MemoryGroup(dist.ProcessGroup):
     def reduce_scatter(self, wanted: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> Work:
         operation, size = _operation(opts), self.size()
 
-        def results(sources: Parts) -> Parts:  # piece by piece, as gloo does
+        def results(sources: Parts) -> Parts:  # a separate reduction for each piece, as in gloo
             totals = [reduced(each, operation) for each in zip(*sources, strict=True)]
             return [totals[rank::size] for rank in range(size)]
 
@@ -228,7 +228,7 @@ class MemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
         operation, size = _operation(opts), self.size()
 
-        def results(sources: Parts) -> Parts:  # by an all-reduce, as gloo does
+        def results(sources: Parts) -> Parts:  # by an all-reduce, as in gloo
             totals = [reduced(each, operation).view(size, -1) for each in zip(*sources, strict=True)]
             return [[total[rank] for total in totals] for rank in range(size)]
 
@@ -257,7 +257,7 @@ class MemoryGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()
 
-    # Their names before torch 2.13.
+    # The names before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -273,7 +273,7 @@ def reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
     """Reduce the ranks' tensors of equal shape in the order of gloo's ring, bitwise equal to gloo.
 
     The first of W parts is passed from rank W - 1 down to rank 0, and each rank adds its values; each following part
-    starts at the next rank. A part has two segments, or more if these would be above a MiB.
+    starts at the next rank. A part consists of two segments, or of more segments if two would exceed a MiB each.
     """
     if operation not in _REDUCTIONS:
         raise RuntimeError(f"gloo has no reduction {operation}")

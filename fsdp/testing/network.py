@@ -1,8 +1,8 @@
 """Messages between the ranks of a world, in memory, with lost messages and closed connections.
 
-As with gloo, a message is sent when its receiver has requested it, and its memory is read at this time: immediately,
-or when sender or receiver waits for it, depending on the seed. A sender that overwrites the memory too early is
-therefore detected.
+As in gloo, a message is transferred after its receiver has requested it: immediately, or when the sender or receiver
+waits for it, depending on the seed. Its memory is read only at this time, so a test detects a sender that overwrites
+the memory too early.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Fault:
 
 
 class Death(BaseException):
-    """Ends a rank without a word; no `except Exception` holds it up."""
+    """Ends a rank without a report; `except Exception` does not catch it."""
 
 
 class Transfer:
-    """A transfer that a rank can wait for.
+    """A transfer for which a rank can wait.
 
     Args:
-        what: the description of the transfer that a rank waits for.
-        peers: the ranks without which it cannot end.
+        what: the description of the transfer for reports.
+        peers: the ranks that are required to complete it.
 
     Attributes:
-        is_done: whether it has ended.
-        error: the error if it has failed.
-        waiters: threads that wait for it.
+        is_done: True if the transfer has ended.
+        error: the error message if the transfer has failed; otherwise empty.
+        waiters: the waiting threads.
     """
 
     def __init__(self, network: Network, rank: int, what: str, peers: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class Transfer:
 
 
 class Message(Transfer):
-    """An end of a message, with the other end if it is known."""
+    """The sending or receiving end of a message, with the other end if known."""
 
     def __init__(self, network: Network, rank: int, peer: int, tensor: Tensor, is_sent: bool, fault: str = "") -> None:
         what = f"rank {peer} to take a message" if is_sent else f"a message of rank {peer}"
@@ -118,13 +118,13 @@ class Message(Transfer):
 
 
 class Work(Transfer, dist.Work):
-    """A collective under way, as torch takes it also in C++.
+    """A collective in flight, which torch's C++ code accepts as a work.
 
     Args:
-        tensors: that it reads or writes; they live until it has ended.
+        tensors: the inputs and outputs, which are kept alive.
 
     Attributes:
-        complete: ends it on all ranks, when all have come.
+        complete: a function that completes the collective on all ranks; None until all ranks have called it.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Work(Transfer, dist.Work):
         return list(self._tensors)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        # torch waits for futures in C++ without passing the baton, so this method waits instead.
+        # torch would wait for the future in C++ without passing the baton, so this method waits instead.
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._tensors))
@@ -158,8 +158,8 @@ class Network:
     """All connections of a world.
 
     Attributes:
-        gone: ranks that have exited by an exception or without a report; their connections are closed.
-        failure: the reason why no message can arrive any more, which every wait raises; otherwise empty.
+        gone: the ranks that have exited by an exception or without a report; their connections are closed.
+        failure: the reason why no more messages can arrive, which every wait raises; otherwise empty.
         sent: the number of messages that each rank has sent.
     """
 
@@ -169,18 +169,18 @@ class Network:
         self.failure = ""
         self.sent = [0] * ranks
         self._faults = {(fault.rank, fault.at): fault for fault in faults}
-        self._sent: _Ends = {}  # what nobody has asked for yet
-        self._asked: _Ends = {}  # what nobody has sent yet
-        self.values = dist.HashStore()  # of all ranks
+        self._sent: _Ends = {}  # sent messages that were not requested yet
+        self._asked: _Ends = {}  # requested messages that were not sent yet
+        self.values = dist.HashStore()  # the store of all ranks
         self.store_waiters: list[Task] = []
-        self.meetings: dict[Any, Any] = {}  # collectives that some ranks have come to
+        self.meetings: dict[Any, Any] = {}  # collectives that not all ranks have called yet
 
     @property
     def faults_to_come(self) -> list[Fault]:
         return [fault for fault in self._faults.values() if self.sent[fault.rank] <= fault.at]
 
     def check(self, rank: int, peers: Sequence[int]) -> None:
-        """Raise the error that prevents a rank from communicating with these ranks, if any."""
+        """Raise the error that prevents communication of `rank` with `peers`, if any."""
         if rank in self.gone:
             raise Death
         if self.failure:
@@ -190,7 +190,7 @@ class Network:
                 raise RuntimeError(f"Connection closed by peer: rank {peer} is gone")
 
     def close(self, rank: int) -> None:
-        """Close the connections of a rank, and discard its messages that were not received."""
+        """Close the connections of a rank, and discard its messages that were not requested."""
         self.gone.add(rank)
         for key in [key for key in self._sent if key[1] == rank]:
             del self._sent[key]
@@ -227,7 +227,7 @@ class Network:
         return message
 
     def _meet(self, message: Message, key: Key, others: _Ends, own: _Ends) -> None:
-        """Match an end of a message with the other end, or keep it until the other end arrives."""
+        """Match an end of a message with the other end, or store the end until the other end arrives."""
         waiting = others.get(key)
         if waiting is None:
             own.setdefault(key, []).append(message)
@@ -236,7 +236,7 @@ class Network:
         if not waiting:
             del others[key]
         message.other, other.other = other, message
-        # Immediately, or when either of them waits for it.
+        # Deliver immediately, or when either end waits.
         if other.waiters or self.schedule.draw():
             message.deliver()
 
@@ -263,7 +263,7 @@ def flipped(tensor: Tensor) -> Tensor:
 
 
 class MemoryStore(dist.Store):
-    """The store of a world, by which torch brings new groups together; each rank has an object of its own."""
+    """The store of a world, which torch uses to connect new groups; each rank has a separate object."""
 
     def __init__(self, network: Network, rank: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""`NoteOperators` is a mode that notes which memory every operator uses, and on which stream.
+"""`NoteOperators` is a mode that records the memory and the stream of every operator.
 
-torch hands modes on to the threads of autograd, and calls them in the optimizer as anywhere else.
+torch also activates modes in the threads of autograd and in optimizers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fsdp.testing.stream_order import Held, StreamOrder
 # These operators change or query a tensor's view, and access no memory.
 _WITHOUT_ACCESS = {"set_", "resize_", "resize_as_", "record_stream", "is_pinned"}
 _COPIES = {"copy_", "_to_copy"}
-# Their results depend on values, for which the host waits.
+# The results of these operators depend on values, for which the host waits.
 _SYNCHRONISING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MESSAGES = {"send", "recv_", "recv_any_source_"}
 _wait = dist.Work.wait if dist.is_available() else None
 
 
 class Operand(NamedTuple):
-    """A tensor among the arguments of an operator; `writes` is None if it is looked at and not read."""
+    """A tensor in the arguments of an operator; `writes` is None if its memory is neither read nor written."""
 
     tensor: Tensor
     argument: str
@@ -45,13 +45,13 @@ class Accelerator(threading.local):
 
     Args:
         device: the device, with its index.
-        simulated: whether tensors only report this device.
-        timeline: a function that returns the timeline of a stream, by default of this thread's current stream.
+        simulated: if True, tensors only report this device.
+        timeline: a function that returns the timeline of a stream (default: this thread's current stream).
 
     Attributes:
-        target: the reported device of this thread's new tensors, and whether they are pinned; None: the operands'.
-        is_unnoted: True where this thread is in torch's own code that waits for a collective, and may copy its result.
-        stream: this thread's current stream if it is simulated; None for the default stream.
+        target: the reported device of this thread's new tensors, and whether they are pinned; None: as the operands.
+        is_unnoted: if True, operators of this thread are not recorded, because torch's code waits for a collective.
+        stream: this thread's current simulated stream; None for the default stream.
         work: this thread's last work, which is kept so that the caller receives this Python object.
     """
 
@@ -65,7 +65,7 @@ class Accelerator(threading.local):
 
     @contextmanager
     def here(self, **state: Any) -> Iterator[None]:
-        """Change the state of this thread inside the context."""
+        """Change the state of this thread in the context."""
         before = {name: getattr(self, name) for name in state}
         vars(self).update(state)
         try:
@@ -75,7 +75,7 @@ class Accelerator(threading.local):
 
 
 class NoteOperators(TorchDispatchMode):
-    """Notes every operator, on the stream that is current when it is dispatched."""
+    """Records every operator, on the current stream of the call."""
 
     def __init__(self, order: StreamOrder, accelerator: Accelerator) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class NoteOperators(TorchDispatchMode):
         if not self._order.is_active or self._accelerator.is_unnoted or FakeTensor in types:
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            # Wrappers, whose inner tensors are handled next.
+            # For wrapper subclasses, the next calls are for the inner tensors.
             return NotImplemented
         given = {name: args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(_arguments(func))}
         operands = [Operand(each, name, _arguments(func)[name]) for name in given for each in tensors_in(given[name])]
@@ -117,7 +117,7 @@ class NoteOperators(TorchDispatchMode):
             order.allocate(tensor.untyped_storage(), device, pinned, access)
         for operand, is_queued in zip(operands, queued, strict=True):
             if operand.writes is not None and name not in _WITHOUT_ACCESS:
-                # Of host memory only copies are queued; a number, say, is read when the host comes to it.
+                # On host memory, only copies are queued. For example, a scalar operand is read during the call.
                 is_now = on_device and not is_queued and name not in _COPIES
                 order.note(order.access(name, order.host) if is_now else access, operand.tensor, operand.writes)
         if "empty" not in name:
@@ -135,7 +135,7 @@ class NoteOperators(TorchDispatchMode):
             order.host.wait(timeline.moment())
 
     def _made(self, result: Any, on_device: bool) -> list[tuple[Tensor, torch.device, bool]]:
-        """Return tensors with new memory, where each is, and whether that is pinned."""
+        """Return the result tensors with new memory, with their devices, and whether the memory is pinned."""
         found = {}
         for each in tensors_in(result):
             storage = each.untyped_storage()
@@ -148,7 +148,7 @@ class NoteOperators(TorchDispatchMode):
         return list(found.values())
 
     def _may_go_on(self, end: Tensor, non_blocking: bool) -> bool:
-        """Return whether the host need not wait for a copy from or to a tensor."""
+        """Return whether a copy from or to a tensor is asynchronous for the host."""
         held = self._order.held(end.untyped_storage())
         is_observed = not self._accelerator.simulated
         return not is_host(held.device) or (non_blocking and (held.is_pinned or (is_observed and end.is_pinned())))
@@ -164,7 +164,7 @@ class NoteOperators(TorchDispatchMode):
         if name == "wait_tensor":
             order.finish(None, current)
             return
-        if on_device or func.namespace == "_c10d_functional":  # where there is no work to wait for
+        if on_device or func.namespace == "_c10d_functional":  # functional collectives have no work to wait for
             timeline = order.timeline(("collectives", group), f"collectives of group {group}")
         else:
             timeline = Timeline("a message between ranks")
@@ -172,7 +172,7 @@ class NoteOperators(TorchDispatchMode):
         for tensor, device in made:
             order.allocate(tensor.untyped_storage(), device, False, order.access(name, current))
         timeline.wait(current.moment())
-        if func.namespace == "_c10d_functional":  # torch keeps what it sends until then
+        if func.namespace == "_c10d_functional":  # torch keeps the inputs alive until the collective ends
             for each in held:
                 each.memory.kept_for.add(timeline)
         accesses = []
@@ -188,7 +188,7 @@ class NoteOperators(TorchDispatchMode):
 
 @cache
 def _arguments(func: Any) -> dict[str, bool | None]:
-    """Return the arguments of an operator, and whether each is written; None if it is neither read nor written."""
+    """Return for each argument of an operator whether it is written; None if it is neither read nor written."""
     name = func._opname
     only_shape = name.endswith("_like") or name.startswith("new_")
     found: dict[str, bool | None] = {}
@@ -200,7 +200,7 @@ def _arguments(func: Any) -> dict[str, bool | None]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an argument or a result that have memory on a device or the host."""
+    """Yield the tensors with memory, on a device or the host, in an argument or result."""
     if isinstance(value, Tensor):
         is_wrapper = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
         if not is_wrapper and value.layout is torch.strided and real_device(value).type != "meta":
@@ -211,7 +211,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def real_device(tensor: Tensor) -> torch.device:
-    """Return where a tensor is, whatever a simulation says."""
+    """Return the actual device of a tensor, independently of a simulation."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch._C.TensorBase.device.__get__(tensor)
 
@@ -229,7 +229,7 @@ def _work_of(result: Any) -> Any:
 
 
 def _done_at_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a collective synchronously where a device would queue it, with a work that keeps no memory alive."""
+    """Run a collective of a simulated device synchronously, so that its work keeps no memory alive."""
     result = func(*tree_map_only(Tensor, _without_owner, args), **kwargs)
     work = _work_of(result)
     if work is not None and _wait is not None:

@@ -1,4 +1,4 @@
-"""`ProcessState`: process-wide state, which each rank of a world has separately."""
+"""`ProcessState` is the process-wide state that each rank of a world requires separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp.engine import placeholder, runtime
 _OWN: tuple[tuple[Any, str], ...] = (
     (warnings, "filters"),
     (warnings, "showwarning"),
-    (warnings, "_showwarnmsg_impl"),  # private; where warnings are recorded (Python 3.10 to 3.13)
+    (warnings, "_showwarnmsg_impl"),  # private; replaced to record warnings (Python 3.10 to 3.13)
     (collectives, "_only_torch"),
     (messages, "_are_checked"),
     (passes, "path"),
@@ -47,10 +47,10 @@ class ProcessState:
         if variables is not None:
             self._variables = dict(variables)
             self._attributes[passes, "path"] = Path()
-            self._attributes[journal, "journals"] = set()  # which holds on to them, until they were compared
+            self._attributes[journal, "journals"] = set()  # not weak: keeps journals alive until they are compared
 
     def keep(self) -> None:
-        """Store the process's current state in this object."""
+        """Save the current state of the process in this object."""
         self._variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         self._attributes = {(place, name): getattr(place, name) for place, name in _OWN}
         self._dtype = torch.get_default_dtype()
@@ -61,7 +61,7 @@ class ProcessState:
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def show(self) -> None:
-        """Make this state the process's current state."""
+        """Restore this state as the current state of the process."""
         for name in _VARIABLES:
             if os.environ.get(name) != self._variables.get(name):
                 if name in self._variables:

@@ -12,6 +12,6 @@ from fsdp.testing.streams import check_streams
 
 @pytest.fixture
 def stream_order() -> Iterator[StreamOrder]:
-    """Run a test inside `check_streams`, which fails at its end if operators are in no order."""
+    """Run a test inside `check_streams`; the test fails at its end if operators are unordered."""
     with check_streams() as order:
         yield order

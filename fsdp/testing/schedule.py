@@ -1,10 +1,10 @@
-"""The order in which the ranks of a world run: a single rank at a time, and the next rank is drawn from a seed.
+"""The order in which the ranks of a world run: a single rank at a time, and a seed determines the next rank.
 
-A rank has the baton while it runs, and passes it on when it waits for a message. The same seed therefore gives the
-same order, and a deadlock is detected immediately: no rank is ready, and all ranks wait.
+A rank holds the baton while it runs, and passes the baton on when it waits for a message. The same seed therefore
+results in the same order. A deadlock is detected immediately: no rank is ready, and all ranks wait.
 
-Threads that a rank starts run concurrently, such as threads that save in the background. They need the baton only to
-communicate. A rank that waits for such a thread releases the baton.
+Threads that a rank starts run concurrently, for example threads that save in the background. They require the baton
+only for communication. A rank that waits for such a thread releases the baton.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-_IN_TURN = 2  # bits: of four ranks that get the baton one is any, and the others are those that are ready for longest
+_IN_TURN = 2  # bits: in one of four cases, the next rank is random; otherwise, it has been ready for the longest time
 
 
 class Task:
-    """A thread of a rank, as the schedule sees it."""
+    """A thread of a rank that runs only while it holds the baton."""
 
     __slots__ = ("lock", "rank")
 
@@ -35,11 +35,11 @@ class Schedule:
         ranks: the number of ranks.
         seed: the seed of the order.
         late: ranks that run only if no other rank can run.
-        passed: a function that is called with the last and the next rank if they differ; -1 means no rank.
+        passed: a function that is called with the previous and the next rank if they differ; -1 means no rank.
         stuck: a function that is called in a deadlock of all threads, and must make some threads ready.
 
     Attributes:
-        order: the sequence of ranks that had the baton.
+        order: the sequence of ranks that held the baton.
         passes: the number of times that the baton was passed.
         waits: a description of the wait of each thread.
     """
@@ -53,30 +53,30 @@ class Schedule:
         stuck: Callable[[], None],
     ) -> None:
         self._random = random.Random(seed)
-        # A wait for a message that has already arrived still passes the baton on with this probability (in bits),
-        # about once per collective.
+        # If a message has already arrived, a wait still passes the baton on with this probability (in bits), about
+        # once per collective.
         self._keeps_on = max(3, ranks.bit_length())
         self._late, self._passed, self._stuck = frozenset(late), passed, stuck
         self._mutex = threading.RLock()
         self._tasks: dict[int, Task] = {}  # by thread
         self._ready: list[Task] = []
         self._blocked: list[Task] = []
-        self._expected = ranks  # that have not come yet: nobody runs before all are there
+        self._expected = ranks  # ranks that have not started yet; no rank runs before all have started
         self._holder: Task | None = None
         self._last = -1
-        self._released = 0  # main threads that wait for another thread
-        self._beside = 0  # other threads that run, and may ask for the baton
+        self._released = 0  # the number of main threads that wait for another thread
+        self._beside = 0  # the number of concurrent threads, which may request the baton
         self.waits: dict[int, str] = {}
         self.passes = 0
         self.order: list[int] = []
 
     def draw(self, bits: int = 1) -> bool:
-        """Return True with a probability of 1/2, 1/4, 1/8, ..."""
+        """Return True with probability 1/2, 1/4, 1/8, ... for 1, 2, 3, ... bits."""
         return not self._random.getrandbits(bits)
 
     @property
     def waits_for_nobody(self) -> bool:
-        """Return whether no thread has the baton, and no concurrent thread could request it."""
+        """Return whether no thread holds the baton, and no concurrent thread could request it."""
         return self._holder is None and not self._beside
 
     def begin(self, rank: int) -> None:
@@ -91,13 +91,13 @@ class Schedule:
         task.lock.acquire()
 
     def end(self) -> None:
-        """Hand the baton on for good."""
+        """End this thread's part in the schedule, and pass the baton on."""
         with self._mutex:
             del self._tasks[threading.get_ident()]
             self._pass_on()
 
     def stop(self) -> None:
-        """Call `passed` no more: the run is over, but a rank that was given up may still be running."""
+        """Stop calling `passed`, because the run has ended, while abandoned ranks may still be running."""
         with self._mutex:
             self._passed = lambda last, now: None
 
@@ -108,7 +108,7 @@ class Schedule:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Hold the baton inside the context; `rank` is the rank of this thread, which may have it already."""
+        """Hold the baton in the context; `rank` is the rank of this thread, which may already hold the baton."""
         ident = threading.get_ident()
         if ident in self._tasks:
             yield
@@ -127,7 +127,7 @@ class Schedule:
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Release the baton inside the context, if this thread has it, to wait for a concurrent thread."""
+        """Release the baton in the context, if this thread holds it, to wait for a concurrent thread."""
         task = self.own_task
         if task is None or task is not self._holder:
             yield
@@ -143,7 +143,7 @@ class Schedule:
             self._take(task)
 
     def beside(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return the function for a new concurrent thread of a rank."""
+        """Return a function that executes `run` in a new concurrent thread of a rank."""
         with self._mutex:
             self._beside += 1
 
@@ -166,7 +166,7 @@ class Schedule:
         task.lock.acquire()
 
     def pause(self) -> None:
-        """Pass the baton on in some cases, and continue when it is this thread's turn again."""
+        """Pass the baton on in random cases, and block until this thread's next turn."""
         task = self._tasks[threading.get_ident()]
         if self._ready and (task.rank in self._late or self.draw(self._keeps_on)):
             with self._mutex:
@@ -175,7 +175,7 @@ class Schedule:
             task.lock.acquire()
 
     def block(self, waiters: list[Task], what: str) -> None:
-        """Pass the baton on until `waiters`, which this thread joins, are woken; `what` describes the wait."""
+        """Add this thread to `waiters`, and pass the baton on until they are woken; `what` describes the wait."""
         task = self._tasks[ident := threading.get_ident()]
         self.waits[ident] = what
         with self._mutex:
@@ -184,11 +184,11 @@ class Schedule:
             self._pass_on()
         task.lock.acquire()
         del self.waits[ident]
-        if task in waiters:  # all were woken
+        if task in waiters:  # after `wake_all`, which does not clear `waiters`
             waiters.remove(task)
 
     def wake(self, waiters: list[Task]) -> None:
-        """Make threads ready that have blocked."""
+        """Make blocked threads ready."""
         if waiters:
             with self._mutex:
                 for task in waiters:
@@ -198,7 +198,7 @@ class Schedule:
                 waiters.clear()
 
     def wake_all(self) -> None:
-        """Make every blocked thread ready, to check the condition that it waits for."""
+        """Make every blocked thread ready, so that it checks the condition of its wait again."""
         with self._mutex:
             blocked, self._blocked = self._blocked, []
             self._ready += blocked
@@ -209,12 +209,12 @@ class Schedule:
         self._holder = None
         self.passes += 1
         if not self._ready and self._blocked and not self._released and not self._beside:
-            self._stuck()  # wakes all, and so hands the baton on
+            self._stuck()  # wakes all threads, which passes the baton on
             return
         if not self._ready:
             return
         chosen = [at for at, task in enumerate(self._ready) if task.rank not in self._late] if self._late else ()
-        # If any rank were chosen each time, most would run only to find that a single of many messages has arrived.
+        # If the choice were always random, most ranks would only find that one of many messages has arrived.
         number = self._random.randrange(len(chosen or self._ready)) if self.draw(_IN_TURN) else 0
         task = self._ready.pop(chosen[number] if chosen else number)
         if task.rank != self._last:

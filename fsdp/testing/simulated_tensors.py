@@ -1,6 +1,6 @@
 """CPU tensors that report an accelerator as device, and functions that read tensors without an operator.
 
-torch's names are replaced instead of using a mode: modes are inactive while torch runs its own code, from which it
+torch's names are replaced instead of using a mode, because modes are inactive while torch runs internal code that
 calls hooks of this library and of users.
 """
 
@@ -17,7 +17,7 @@ from fsdp.distributed.devices import HOST, is_host
 from fsdp.testing.noted_operators import Accelerator, real_device, tensors_in
 from fsdp.testing.stream_order import StreamOrder
 
-Names = Iterator[tuple[Any, dict[str, Any]]]  # modules and classes of torch, and what stands there meanwhile
+Names = Iterator[tuple[Any, dict[str, Any]]]  # modules and classes of torch, with the replacements of their attributes
 
 _LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
 _MAKING = ["arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"]
@@ -26,7 +26,7 @@ _MAKING_NEW = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_te
 
 
 def reading_names(order: StreamOrder, accelerator: Accelerator) -> Names:
-    """Yield replacements that record reads by the host, and streams that use a tensor until it is freed."""
+    """Yield replacements that record reads by the host, and calls of `Tensor.record_stream`."""
 
     def reading(name: str) -> Callable[..., Any]:
         real = getattr(Tensor, name)
@@ -55,14 +55,14 @@ def reading_names(order: StreamOrder, accelerator: Accelerator) -> Names:
 
 
 class SimulatedTensors:
-    """The names of torch by which tensors of the CPU are said to be on an accelerator."""
+    """Replacements of torch's functions and properties, so that CPU tensors report an accelerator."""
 
     def __init__(self, order: StreamOrder, accelerator: Accelerator) -> None:
         self._order, self._accelerator = order, accelerator
 
     def names(self) -> Names:
-        # torch caches its factory functions when a `torch.device` is first entered as a context. They have to be its
-        # own: with ours in that cache, `with torch.device("meta")` would have no effect after the check.
+        # torch caches its factory functions when a `torch.device` is first used as a context. The cache must contain
+        # the original functions: otherwise `with torch.device("meta")` would have no effect after the check.
         with HOST:
             torch.empty(0, device=HOST)
         yield torch, {name: self._making(getattr(torch, name)) for name in _MAKING}
@@ -85,7 +85,7 @@ class SimulatedTensors:
         )
         wrap: Any = Tensor._make_wrapper_subclass
 
-        def wrapped(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # autograd compares the real devices
+        def wrapped(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # autograd compares the actual devices
             is_ours = device is not None and self._whole(device) == self._accelerator.device
             made: Tensor = wrap(*args, device=HOST if is_ours else device, **kwargs)
             return made
@@ -160,7 +160,7 @@ class SimulatedTensors:
         return self.copied(tensor, device, dtype, non_blocking)
 
     def copied(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
-        # As in torch: copies that the host does not wait for use pinned memory.
+        # As in torch, asynchronous copies to the host use pinned memory.
         with self._accelerator.here(target=(device, non_blocking and is_host(device))):
             copied: Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, non_blocking=non_blocking)
             return copied
@@ -170,7 +170,7 @@ _to, _tensor, _as_tensor = Tensor.to, torch.tensor, torch.as_tensor
 
 
 class _Moved(torch.autograd.Function):
-    """A copy to another device, whose gradient is copied back."""
+    """Copies a tensor to another device, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, to: SimulatedTensors, source: Any, *how: Any) -> Tensor:
@@ -184,7 +184,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with memory inside a tensor, which may be a wrapper."""
+    """Yield the tensors with memory in a tensor, which may be a wrapper subclass."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:

@@ -1,9 +1,9 @@
-"""`StreamOrder` records accesses of memory and streams, and reports unordered accesses.
+"""`StreamOrder` records accesses to memory with their streams, and reports unordered accesses.
 
-Memory is tracked by its storage. The record of a storage is an attribute of the storage and is deleted with it, which
-shows when memory is freed. torch's caching allocators follow this rule: freed memory is immediately available to the
-next allocation on its own stream, even if other streams still use it, unless `Tensor.record_stream` has named these
-streams.
+Memory is tracked by storage. The record of a storage is an attribute of the storage and is deleted with it, which
+detects when memory is freed. In torch's caching allocators, freed memory is immediately available to the next
+allocation on the stream that allocated it, even if other streams still use the memory, unless `Tensor.record_stream`
+was called for these streams.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Report:
     """Two operators that use the same memory without an order.
 
     Attributes:
-        first, second: names of the operators, in the order in which the host called them.
-        first_stream, second_stream: their timelines: a stream, the host, a backend's collectives, or a message.
-        first_place, second_place: the locations of their calls: file, line and function.
+        first, second: the names of the operators, in the order of the calls on the host.
+        first_stream, second_stream: the timelines: a stream, the host, a backend's collectives, or a message.
+        first_place, second_place: the locations of the calls: file, line and function.
         memory: the bytes and their tensor, with unit and parameters for a sharded model.
     """
 
@@ -80,9 +80,9 @@ class Held:
     """The record of a storage.
 
     Attributes:
-        device: its actual or reported device.
-        is_pinned: whether copies between it and an accelerator are asynchronous.
-        memory: its current block.
+        device: the actual or simulated device.
+        is_pinned: True if copies between this storage and an accelerator are asynchronous.
+        memory: the current block of memory.
         address: the address of the block.
         within: the record of another storage that contains the block and owns the memory (such as a Python buffer).
     """
@@ -115,8 +115,8 @@ class StreamOrder:
         self.host = Timeline("the host")
         self.lock = threading.RLock()
         self.is_active = True
-        self.page_locked: dict[int, int] = {}  # by address, the bytes of host memory that was pinned there
-        self.gone: deque[Memory] = deque()  # freed since the last look, by any thread
+        self.page_locked: dict[int, int] = {}  # the sizes of pinned blocks of host memory, by address
+        self.gone: deque[Memory] = deque()  # blocks that any thread has freed since the last `collect`
         self._on_host: weakref.WeakSet[Held] = weakref.WeakSet()
         self._streams: dict[Hashable, Timeline] = {}
         self._freed: dict[Timeline, list[Memory]] = {}
@@ -125,17 +125,17 @@ class StreamOrder:
 
     @property
     def reports(self) -> list[Report]:
-        """The pairs that were found until now."""
+        """The reports so far, one for each pair of locations."""
         return list(self._reports.values())
 
     def timeline(self, key: Hashable, name: str) -> Timeline:
         return self._streams.setdefault(key, Timeline(name))
 
     def held(self, storage: UntypedStorage) -> Held:
-        """Return the record of a storage, also of an older storage, or a storage that torch has not allocated."""
+        """Return the record of a storage; create one for older storages, or storages that torch has not allocated."""
         found = getattr(storage, _HELD, None)
         if found is None or found.order is not self:
-            locked = storage.data_ptr() in self.page_locked  # the host's memory is anybody's when it is freed
+            locked = storage.data_ptr() in self.page_locked  # freed memory of the host can be reused immediately
             memory = Memory(self.host if locked else None, storage.nbytes())
             device = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined] # a simulation's is another
             found = self._hold(storage, device, locked, memory)
@@ -154,12 +154,12 @@ class StreamOrder:
         return getattr(getattr(storage, _HELD, None), "order", None) is self
 
     def allocate(self, storage: UntypedStorage, device: torch.device, pinned: bool, access: Access) -> None:
-        """Note that a storage has a new block of memory."""
+        """Record the first block of memory of a new storage."""
         held = self._hold(storage, device, pinned, Memory(None, 0))
         self.renew(held, storage.nbytes(), access)
 
     def renew(self, held: Held, nbytes: int, access: Access) -> None:
-        """Note that a storage has another block than before, or none any more."""
+        """Record a new block of memory of a storage, or the release of its block if `nbytes` is 0."""
         self.collect(held.memory)
         owner = None if held.is_pinned else self.host if is_host(held.device) else access.timeline
         held.memory = Memory(owner, nbytes)
@@ -169,7 +169,7 @@ class StreamOrder:
             for late in memory.not_before(owner):
                 what = f"{memory.nbytes} bytes on {held.device}, which were freed"
                 self._report(late, access, what, "still uses", "may be given memory that")
-        # Earlier work of its stream on the memory may still be running when other timelines begin to use it.
+        # Earlier work on the owner's stream may still use the memory when other timelines start to use it.
         held.memory.note(access, (0, nbytes), True)
 
     def collect(self, *freed: Memory) -> None:
@@ -186,7 +186,7 @@ class StreamOrder:
                 self._freed.setdefault(memory.owner, []).append(memory)
 
     def access(self, operator: str, timeline: Timeline) -> Access:
-        """Return a new access, which comes after all that the host has waited for."""
+        """Return a new access, which follows all work for which the host has waited."""
         if timeline is not self.host:
             timeline.wait(self.host.moment())
         return Access(operator, timeline, timeline.tick(), _places())
@@ -231,9 +231,9 @@ class StreamOrder:
         self._works[work] = timeline, timeline.moment(), accesses
 
     def finish(self, work: Any, waiting: Timeline, *, on_host: bool = False) -> None:
-        """Note that `waiting` waits for a work, or the host if it is a message or if `on_host`."""
+        """Record that `waiting` waits for a work, or that the host waits, for a message or if `on_host`."""
         found = None if work is None else self._works.pop(work, None)
-        if found is None:  # of several collectives together, say
+        if found is None:  # for example, the work of multiple coalesced collectives
             for each in list(self._streams.values()):
                 if each.name.startswith("collectives"):
                     self.wait(waiting, each.moment())
@@ -242,14 +242,14 @@ class StreamOrder:
         if timeline in self._streams.values():
             self.wait(self.host if on_host else waiting, moment)
             return
-        with self.lock:  # a message is over, and what it did is the host's
+        with self.lock:  # the message is complete, so its accesses belong to the host
             self.collect()
             for access in accesses:
                 access.timeline, access.time = self.host, self.host.tick()
 
 
 def _places() -> tuple[str, ...]:
-    """Return the location in user code, preceded by the location in this library if user code called it."""
+    """Return the location in user code, preceded by the location in this library if it was called from there."""
     found: list[str] = []
     for frame in frames_from(sys._getframe(2)):
         code = frame.f_code
@@ -265,7 +265,7 @@ def _places() -> tuple[str, ...]:
 
 
 def _owner(held: Held, span: Span) -> str:
-    """Return the unit and the parameters that bytes of a storage belong to, for a message; empty if to none."""
+    """Return the flat parameter and the parameters in a span of a storage as text; empty if there are none."""
     for handle in [each for each in gc.get_objects() if issubclass(type(each), FlatParamHandle)]:
         for what, tensor, starts in _tensors_of(handle):
             storage = tensor.untyped_storage()
@@ -283,7 +283,7 @@ def _tensors_of(handle: FlatParamHandle) -> Iterable[tuple[str, Tensor, list[tup
     own = [(name, each.offset, each.offset + each.numel) for name, each in intervals if each is not None]
     yield "the shard", vector, own
     gradient = handle.flat_param.grad
-    if type(gradient) is Tensor:  # and not what stands for one that is missing
+    if type(gradient) is Tensor:  # not a placeholder for a missing gradient
         yield "the gradient of the shard", gradient, own
     whole = [(slot.name, slot.start, slot.stop) for slot in handle.layout.slots]
     yield "the unsharded parameters", handle.unsharded.full, whole

@@ -1,9 +1,9 @@
-"""`check_streams`: checks the order of work on streams, and of messages to other ranks.
+"""`check_streams` checks the order of work on streams, and of messages between ranks.
 
 With an accelerator, its streams and events are replaced by subclasses that report waits to the `StreamOrder`. Without
-an accelerator, a device is simulated: tensors are CPU tensors, computed in program order, that report a device, and
-streams and events only report waits. A missing wait is therefore detected from the sequence of calls, and not by
-chance from wrong results.
+an accelerator, a device is simulated: CPU tensors report a device and are computed in program order, and streams and
+events only report waits. A missing wait is therefore detected from the sequence of calls, instead of by chance from
+wrong results.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from fsdp.testing.stream_order import StreamOrder, StreamOrderError
 def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
     """Check that operators which use the same memory on multiple streams are ordered; otherwise raise an error.
 
-    The checker records every operator with its stream and the bytes that it reads and writes, and every wait: of
-    streams, events and the host, and of the works of collectives. Reports are made for two operators, at least one of
-    which writes, that use the same bytes without an order. Freed memory that may be reused while another stream still
-    uses it is also reported. For pinned host memory, a read before a copy to it has arrived is reported, or a write
-    while a copy reads it. Further reports are made for buffers of a collective that are used before the collective was
-    awaited.
+    The checker records every operator with its stream and the bytes that it reads and writes, and every wait for
+    streams, events and works of collectives. The reports contain:
 
-    If there is an accelerator with streams, it is observed. Otherwise an accelerator is simulated on the CPU: tensors
-    on `device` are CPU tensors that report this device, and ``torch.accelerator``, ``torch.Stream``, ``torch.Event``
-    and torch's module for the type (``torch.cuda``) use the simulation. Models, optimizers and streams that are used
-    inside must be created inside. Compiled code runs eagerly inside. Not collective.
+    - two operators that use the same bytes without an order, if at least one of them writes;
+    - freed memory that may be reused while another stream still uses it;
+    - a read of pinned host memory before a copy to it has arrived, or a write while a copy reads it;
+    - a use of a collective's buffers before the collective was awaited.
+
+    An accelerator with streams is observed. Without one, an accelerator is simulated on the CPU: tensors on `device`
+    are CPU tensors that report this device, and ``torch.accelerator``, ``torch.Stream``, ``torch.Event`` and torch's
+    module for the type (``torch.cuda``) use the simulation. Models, optimizers and streams that are used inside must be
+    created inside. Compiled code runs eagerly inside. Not collective.
 
     Args:
-        device: the type of the accelerator to simulate if there is none. None checks only messages between ranks on
-            the CPU.
+        device: the type of the simulated accelerator if no accelerator is available. With None, only messages between
+            ranks on the CPU are checked.
 
     Yields:
         An object whose `reports` contain the results so far.
 
     Raises:
-        RuntimeError: inside another such context, on any thread.
+        RuntimeError: inside another `check_streams`, on any thread.
         StreamOrderError: at the end, with every unordered pair of operators: their names, streams and source
             locations, and the memory, with unit and parameter for a sharded model. Other exceptions inside take
             precedence.
@@ -79,7 +80,7 @@ _one_at_a_time = threading.Lock()
 
 
 class _Observed:
-    """An accelerator whose names in torch are replaced by classes and functions that report waits."""
+    """An actual accelerator; torch's classes and functions for it are replaced, so that they report waits."""
 
     simulated = False
 
@@ -173,7 +174,7 @@ class _Observed:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Make torch's names report calls to the order, on this thread and on threads that it starts."""
+        """Replace torch's names in the context to report calls, on this thread and on threads that it starts."""
         run = threading.Thread.run
 
         def run_noted(thread: threading.Thread) -> None:
@@ -181,8 +182,7 @@ class _Observed:
                 run(thread)
 
         with ExitStack() as stack:
-            # Before names are replaced, because this imports torch's compiler, which caches the objects of torch's
-            # names.
+            # Before names are replaced, because this call imports torch's compiler, which caches the original objects.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(_forget_streams)
             for owner, replaced in [*self.names(), *self._common_names(), (threading.Thread, {"run": run_noted})]:
@@ -221,12 +221,12 @@ class _Observed:
         return noting
 
 
-# Methods of a collective's work after which the current stream comes after it (of a message, the host).
+# Methods of a collective's work that make the current stream (for a message, the host) wait for the work.
 _WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "is_completed")
 
 
 def _forget_streams() -> None:
-    """Make `fsdp.distributed.devices` look up torch's streams again, because they have changed."""
+    """Clear the caches of torch's streams in `fsdp.distributed.devices`, because the streams have changed."""
     for cached in (devices.has_streams, devices._side_stream, torch.get_device_module):
         cached.cache_clear()
 
@@ -242,7 +242,7 @@ class _HostAlone(_Observed):
 
 
 class _Simulated(_Observed):
-    """A simulated accelerator: it uses host memory, and streams and events only report calls."""
+    """A simulated accelerator that uses host memory; its streams and events only report calls."""
 
     simulated = True
 
@@ -260,7 +260,7 @@ class _Simulated(_Observed):
 
     @contextmanager
     def entered(self, stream: Any) -> Iterator[Any]:
-        """Make a stream current inside the context; None has no effect."""
+        """Make a stream current in the context; None has no effect."""
         with self._accelerator.here(stream=stream or self._accelerator.stream):
             yield stream
 
@@ -278,7 +278,7 @@ class _Simulated(_Observed):
             "synchronize": self._noting_all(lambda device=None: None),
         }
         locked = self._order.page_locked
-        page_locks = SimpleNamespace(  # by CUDA's names; both return that there was no error
+        page_locks = SimpleNamespace(  # with the names in CUDA; both functions return 0 for success
             cudaHostRegister=lambda address, nbytes, flags: locked.update({address: nbytes}) or 0,
             cudaHostUnregister=lambda address: locked.pop(address) and 0,
         )

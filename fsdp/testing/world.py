@@ -1,4 +1,4 @@
-"""`World`: ranks of a sharded training as threads of a single process, with collectives in memory."""
+"""`World` runs the ranks of a sharded training as threads of a single process, with collectives in memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from fsdp.testing.network import Death, Fault, MemoryStore, Network
 from fsdp.testing.process_state import ProcessState
 from fsdp.testing.schedule import Schedule
 
-_TICK = 0.5  # seconds between two looks of the caller at ranks that wait for other threads
-_OUTSIDE = 5.0  # seconds that all ranks may wait for other threads, none of which runs
-_PAGE = 16  # turns of each rank, after which the ranks compare what they have done
+_TICK = 0.5  # seconds between two checks of the ranks by the calling thread
+_OUTSIDE = 5.0  # seconds after which a deadlock is reported, if all ranks wait for other threads and none runs
+_PAGE = 16  # turns of each rank between two comparisons of the ranks' journals
 
 
 class WorldError(RuntimeError):
     """Ranks of a world have raised exceptions.
 
     Attributes:
-        errors: the exceptions by rank, without ranks that returned or have died by a fault.
+        errors: the exceptions by rank; ranks that returned, or that a fault has ended, are not included.
         results: the results of the ranks that returned, by rank.
     """
 
@@ -48,25 +48,25 @@ class WorldError(RuntimeError):
 class World:
     """Ranks as threads of this process, for tests.
 
-    In the function that they run, `torch.distributed` is initialized with all ranks, and collectives have gloo's
-    results: ``dist.new_group``, device meshes, `FullyShardedDataParallel`, ``fully_shard``, checkpoints. A single rank
-    runs at a time, until it waits for another rank. Each rank has its own process-wide state: random numbers, the
-    default dtype, warning filters, and ``RANK`` and similar variables in the environment. Modules and their attributes
-    are shared by all ranks. Tensors are on the CPU.
+    In the function that the ranks run, `torch.distributed` is initialized, and collectives return the same bits as
+    gloo. ``dist.new_group``, device meshes, `FullyShardedDataParallel`, ``fully_shard`` and checkpoints are supported.
+    A single rank runs at a time, until it waits for another rank. Each rank has separate process-wide state: random
+    number generators, the default dtype, warning filters, and environment variables such as ``RANK``. All ranks share
+    imported modules and their attributes. Tensors are on the CPU.
 
     Args:
         ranks: the number of ranks.
-        seed: the seed for the order in which ranks run and messages arrive. The same seed gives the same order.
-        late: ranks that run only if no other rank can run: their messages arrive as late as possible.
-        faults: faults of messages, see `Fault`.
-        timeout: seconds that ranks may run without reaching a collective before `run` raises an error.
+        seed: the seed for the order in which ranks run and messages arrive. The same seed results in the same order.
+        late: ranks that only run if no other rank can run, so that their messages arrive as late as possible.
+        faults: faults in messages, see `Fault`.
+        timeout: the maximum number of seconds without a collective, after which `run` raises an error.
 
     Attributes:
         world_size: the number of ranks.
-        order: the sequence of ranks that ran in the last run.
+        order: the sequence of ranks in the last run.
 
     Raises:
-        ValueError: if there is no rank, or a fault or `late` names a rank that does not exist.
+        ValueError: if `ranks` is less than 1, or if `late` or a fault contains a rank that does not exist.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class World:
         self.order: list[int] = []
 
     def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``body(*args, **kwargs)`` on every rank, and return the results in rank order, None for dead ranks.
+        """Call ``body(*args, **kwargs)`` on every rank, and return the results in rank order, None for ended ranks.
 
-        Every rank begins with the caller's random state. All ranks share the argument objects.
+        Every rank starts with the caller's random state. All ranks share the argument objects.
 
         Raises:
             WorldError: if a rank raises an exception. Ranks that wait for this rank also raise an error.
-            RuntimeError: if a world is already running in this process, or all ranks return before a fault has
+            RuntimeError: if a world is already running in this process, or if all ranks return before a fault has
                 occurred.
         """
         if not _one_runs.acquire(blocking=False):
@@ -107,7 +107,7 @@ class World:
 
 
 def die() -> None:
-    """Exit the calling rank without a report, like a killed process; other ranks find its connections closed.
+    """Exit the calling rank without a report, like a killed process; its connections to other ranks are closed.
 
     Raises:
         RuntimeError: outside of a `World`.
@@ -118,7 +118,7 @@ def die() -> None:
 
 
 class _Here(threading.local):
-    """The rank of this thread, and torch's record of its groups."""
+    """The rank of this thread, and the record of process groups that replaces torch's record for this rank."""
 
     rank: int | None = None
     groups: Any = None
@@ -128,7 +128,7 @@ _here = _Here()
 _one_runs = threading.Lock()
 
 
-_Record = type(c10d._world)  # torch's, of the process groups of a process
+_Record = type(c10d._world)  # torch's class for the record of a process's groups
 
 
 class _RankWorlds:
@@ -148,13 +148,13 @@ class _RankWorlds:
 
 
 def _no_groups() -> SimpleNamespace:
-    """Return an empty record. Its entries are tables, of which newer versions of torch have more, with exceptions."""
+    """Return an empty record. Most entries are dictionaries; newer versions of torch have more of them."""
     tables: dict[str, Any] = {name: {} for name, entry in vars(_Record).items() if isinstance(entry, property)}
     return SimpleNamespace(**tables | {"default_pg": None, "group_count": 0, "comms": [], "pg_config_info": []})
 
 
 class _Run:
-    """A run of all ranks, in the place of their watchdogs: it knows what watchdogs obtain over sockets."""
+    """A run of all ranks. It replaces the ranks' watchdogs: their information is available without sockets."""
 
     def __init__(self, ranks: int, seed: int, late: Collection[int], faults: Sequence[Fault], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
@@ -169,7 +169,7 @@ class _Run:
         kept = [state.journals for state in self._states]
         self._roll_calls = [RollCall(rank, ranks, self._tell, journals) for rank, journals in enumerate(kept)]
         self._threads: list[threading.Thread] = []
-        self._groups: list[Any] = []  # all that were made
+        self._groups: list[Any] = []  # all groups that were created
         self._running = set(range(ranks))
         self._errors: dict[int, BaseException] = {}
         self._results: dict[int, Any] = {}
@@ -180,8 +180,8 @@ class _Run:
             for rank in range(self._ranks)
         ]
         try:
-            # The first such mode of a process, as `DTensor`s use them, must not be on a thread that ends: later ones
-            # crash the interpreter (seen in torch 2.11, built for CUDA, and not in 2.13). Private in torch.
+            # `DTensor`s use this mode. The first one of a process must not be on a thread that ends, because later
+            # modes crash the interpreter (seen in torch 2.11, built for CUDA, and not in 2.13). Private in torch.
             with FakeTensorMode():
                 pass
             with self._installed():
@@ -190,7 +190,7 @@ class _Run:
                 self._await()
         finally:
             self.schedule.stop()
-            self._running.clear()  # a rank that was given up has nothing to put back
+            self._running.clear()  # so that abandoned ranks do not destroy groups later
             self._caller.show()
             forget_groups(self._groups)
         if not self._errors and len(self._results) == self._ranks:
@@ -213,14 +213,14 @@ class _Run:
             self._results[rank] = body(*args, **kwargs)
         except Death:
             self._network.close(rank)
-        except BaseException as error:  # noqa: BLE001 (it is the caller's to raise)
+        except BaseException as error:  # noqa: BLE001 (the caller raises it)
             self._errors[rank] = error
             self._network.close(rank)
         finally:
             try:
                 if rank in self._running and dist.is_initialized():
                     dist.destroy_process_group()
-            except Exception as error:  # noqa: BLE001 (as above; the other ranks must get their turn)
+            except Exception as error:  # noqa: BLE001 (as above; the other ranks must continue)
                 self._errors.setdefault(rank, error)
             self._running.discard(rank)
             communicator.main_threads.discard(own)
@@ -228,7 +228,7 @@ class _Run:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        """Make torch create this world's groups, and assign ranks to threads, inside the context."""
+        """Make torch create this world's groups in the context, and assign ranks to started threads."""
         network, schedule, groups = self._network, self.schedule, self._groups
         start, join, wait = threading.Thread.start, threading.Thread.join, threading.Condition.wait
 
@@ -251,27 +251,27 @@ class _Run:
                 return wait(condition, timeout)
             with schedule.without():
                 came = wait(condition, timeout)
-                held = condition._release_save()  # whoever has the baton may want it
+                held = condition._release_save()  # the thread with the baton may require the condition
             condition._acquire_restore(held)
             return came
 
         isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
         with ExitStack() as stack:
-            # All private, tested with torch 2.13: the record of groups, the function that creates gloo's groups, and
+            # Private in torch, tested with torch 2.13: the record of groups, the class of gloo's groups, and
             # thread-local names of groups.
             stack.callback(self._put_back, c10d._world)
             c10d._world = _RankWorlds(c10d._world)  # type: ignore[assignment]
             stack.enter_context(patch.object(c10d, "ProcessGroupGloo", ProcessGroupGloo))
             isolate(True)
             stack.callback(isolate, False)
-            stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # torch puts its own in the place
+            stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # restored, because torch replaces it
             stack.enter_context(patch.object(threading.Thread, "start", start_as_rank))
             stack.enter_context(patch.object(threading.Thread, "join", join_freely))
             stack.enter_context(patch.object(threading.Condition, "wait", wait_freely))
             yield
 
     def _put_back(self, usual: Any) -> None:
-        """Put torch's record of groups back, unless a rank was given up and runs on: it must not use the caller's."""
+        """Restore torch's record of groups, unless an abandoned rank still runs and would use the caller's groups."""
         if not any(thread.is_alive() for thread in self._threads):
             c10d._world = usual
 
@@ -290,7 +290,7 @@ class _Run:
                     for rank in list(self._running):
                         self._errors[rank] = TimeoutError(f"{self._network.failure}\n{self._position(rank)}")
                     return
-        except BaseException:  # an interrupt
+        except BaseException:  # for example KeyboardInterrupt
             self._network.failure = "the run was interrupted"
             self.schedule.wake_all()
             for thread in self._threads:
@@ -352,9 +352,9 @@ class _Run:
         return "is gone: it has died" if error is None else f"was ended by {type(error).__name__}: {error}"
 
     def explain(self, closed_by: int | None) -> str:
-        """Return which ranks have ended, and why; of those that are to blame, if that can be told."""
+        """Return which ranks have ended, and why; only the ranks that caused the failure, if known."""
         if self._network.failure:
-            return ""  # the error says it already
+            return ""  # the error already contains the reason
         gone = sorted(self._network.gone)
         causes = [rank for rank in gone if not isinstance(self._errors.get(rank), communicator.OtherRankError)]
         return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
@@ -363,19 +363,19 @@ class _Run:
         raise RuntimeError("fsdp.recover() connects processes anew, and a World has none: use real ones")
 
     def announce_end(self, error: BaseException, trace: Any) -> None:
-        """Not needed: other ranks detect the exit."""
+        """Not required, because other ranks detect the exit."""
 
     def stop(self) -> None:
-        """Not needed: there is no thread."""
+        """Not required, because there is no watchdog thread."""
 
     def _raise(self) -> None:
         errors = sorted(self._errors.items(), key=lambda each: isinstance(each[1], communicator.OtherRankError))
         first = errors[0][1]
         if len(errors) == self._ranks and not any(isinstance(error, Exception) for _, error in errors):
-            raise first  # as pytest.skip does
+            raise first  # for example the exception of pytest.skip
         by_text: dict[str, list[int]] = {}
         for rank, error in errors:
-            trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
+            trace = error.__traceback__.tb_next if error.__traceback__ else None  # skips the frame in this file
             text = "".join(traceback.format_exception(type(error), error, trace)).strip()
             by_text.setdefault(text, []).append(rank)
         cause = "".join(traceback.format_exception_only(type(first), first)).strip().splitlines()[0]
