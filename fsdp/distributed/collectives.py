@@ -14,7 +14,7 @@
 
 A group of a single rank uses `LoneRank`, which does not require `torch.distributed`.
 
-Every message on gloo, including control messages, has a tag that is computed from its kind (for example, a gather),
+Every message on gloo, including control messages, has a tag, computed from its kind (for example, a gather),
 its subject (a handle), its length and its dtype. Ranks that run different operations therefore time out with an error
 that names the awaited operation, instead of receiving wrong bytes. gloo's own collectives are not used: they are
 matched only by order, and matched collectives of different lengths end the process.
@@ -222,7 +222,7 @@ class DirectExchange(TorchCollectives):
         self._sent: deque[Sending] = deque()
         self._answered: Sending | None = None
         self._shared: SharedMemory | None = None  # after `share_memory`
-        self._was_asked = False  # whether `share_memory` has asked the other ranks
+        self._was_asked = False  # True after `share_memory` has asked all ranks
 
     def share_memory(self, nbytes: int) -> None:
         # Messages with checksums are sent through the group.
@@ -295,7 +295,7 @@ class DirectExchange(TorchCollectives):
         return Pending(what, asked, lambda: torch.empty(0, device=HOST))
 
     def _answer(self, sending: Sending, full: Tensor) -> Tensor:
-        # Release a shard that was cast only for sending once it is sent. Peers request our shard before they send
+        # Release a shard that was cast for sending after it was sent. Peers request our shard before they send
         # their shards, so the messages of the previous gather are complete.
         if self._answered is not None:
             self._answered.finish()
@@ -360,7 +360,7 @@ class DirectExchange(TorchCollectives):
         return Pending("broadcast", (), lambda: self._pass_on(tensor))
 
     def _pass_on(self, tensor: Tensor) -> Tensor:
-        """Broadcast along a binomial tree: each round doubles the number of ranks that have the tensor."""
+        """Broadcast along a binomial tree: each round doubles the number of ranks with the tensor."""
         reach = 1
         while reach < self.world_size and not self.rank & reach:
             reach *= 2
@@ -457,7 +457,7 @@ def communicator(group: Group, device: torch.device) -> Communicator:
         return LONE_RANK
     backends = backend_names(group)
     is_gloo = backends.get(device.type) == "gloo" and hasattr(group, "send")
-    # A user's object that wraps a group is intended to observe the collectives of torch.
+    # Users wrap a group in an object in order to observe the collectives of torch.
     is_ours = is_gloo and not _only_torch and behind(group) is group
     if is_ours and "cpu" not in backends:
         raise ValueError(

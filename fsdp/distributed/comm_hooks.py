@@ -60,7 +60,7 @@ class CommHook:
         return f"{named.__module__}.{named.__qualname__}"
 
     def __deepcopy__(self, memo: Any) -> CommHook:
-        return self  # copies of the model share the hook, whose state may contain process groups
+        return self  # copies of the model share the hook, because its state may contain process groups
 
     def __reduce__(self) -> Any:
         raise TypeError(

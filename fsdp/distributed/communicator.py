@@ -68,7 +68,7 @@ _MANY_TAGS = 1 << 20  # more than all handles of a process use
 
 
 class Pending:
-    """A collective in flight; `wait` is the only way to its result."""
+    """A collective in flight; only `wait` returns the result."""
 
     def __init__(self, what: str, works: Sequence[Any], result: Callable[[], Tensor]) -> None:
         self.what = what
@@ -117,7 +117,7 @@ class Communicator(ABC):
 
     peers_answer = True  # False if the other ranks are only simulated, so comparisons with them are meaningless
     sends_pieces = False  # True if the library itself sends messages between ranks, with tags
-    group: Any = None  # the process group, or the user's object that wraps it; None without a group
+    group: Any = None  # the process group, or a user's object that wraps it; None without a group
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -140,18 +140,18 @@ class Communicator(ABC):
         """
         return 0
 
-    def note_order(self, tag: Tag) -> None:  # noqa: B027 (a single rank has no order to compare)
-        """Add an all-gather to the checksum of `take_order`, if its tag is not sent."""
+    def note_order(self, tag: Tag) -> None:  # noqa: B027 (not required for a single rank)
+        """Add an all-gather to the checksum of `take_order`, if the tag is not sent."""
 
     def restart_tags(self) -> None:
-        """Continue with the same tags on all ranks, even if the ranks have created different numbers of tags."""
+        """Continue with the same tags on all ranks, even after different numbers of tags were created."""
         self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)
 
     @property
     def on_host(self) -> Communicator:
         """The communicator of the same ranks for CPU tensors. The first access is collective.
 
-        Small tensors are exchanged on the CPU, so that the host does not wait for a device.
+        Small tensors are exchanged on the CPU, because the host would otherwise wait for the device.
         """
         return self
 
@@ -171,7 +171,7 @@ class Communicator(ABC):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def is_read_in_place(self, tensor: Tensor) -> bool:
-        """Return whether other ranks read `tensor` directly, maybe after its reduction has returned on this rank."""
+        """Return whether other ranks read `tensor` directly, maybe after the reduction has returned on this rank."""
         return False
 
     def give_up(self) -> None:  # noqa: B027 (a wait on an accelerator's stream cannot be ended)
@@ -243,7 +243,7 @@ class Communicator(ABC):
         """
 
     def settle(self) -> None:  # noqa: B027 (on most backends, a complete collective has sent everything)
-        """Block until peers have received all data that this rank sent, so that shards may be written again."""
+        """Block until peers have received all data from this rank; afterwards, shards may be written again."""
 
 
 class MissingRanks(Communicator):
@@ -297,7 +297,7 @@ LONE_RANK = LoneRank()
 
 
 class OtherRankError(RuntimeError):
-    """A collective function cannot continue because another rank has raised an error. The message contains its text.
+    """A collective function cannot continue because of an error on another rank. The message contains the error's text.
 
     The failed rank raises the original error instead.
     """
@@ -330,7 +330,7 @@ class ClosedConnectionError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """A collective that a thread of this rank waits for, the current public call, and the start time of the wait."""
+    """A collective for which a thread of this rank waits, the current public call, and the start time of the wait."""
 
     what: str
     call: str
@@ -350,7 +350,7 @@ main_threads = {threading.main_thread().ident}  # also the main threads of simul
 
 
 def is_aside(thread: int) -> bool:
-    """Return whether a thread is not the main thread, such as a thread that saves in the background."""
+    """Return whether a thread is not the main thread, for example a thread for background saving."""
     return thread not in main_threads
 
 
@@ -361,12 +361,12 @@ def awaited_by(thread: int) -> list[int]:
 
 
 def explain(closed_by: int | None) -> str:
-    """Return an explanation for a collective that did not complete; the watchdog replaces this function."""
+    """Return an explanation for an incomplete collective; the watchdog replaces this function."""
     return ""
 
 
 def finish(works: Sequence[Any], what: str) -> None:
-    """Wait for works of `torch.distributed`; if any did not complete, raise an error that contains the known cause."""
+    """Wait for works of `torch.distributed`; if any did not complete, raise an error with the known cause."""
     thread, since = threading.get_ident(), time.monotonic()
     beside = thread not in main_threads  # `is_aside` inlined: this runs for every message
     waits[thread], _awaited[thread] = Wait(what, _call.get(), since), works
@@ -393,7 +393,7 @@ def measure_anew() -> None:
 
 
 def incomplete(what: str, error: RuntimeError) -> RuntimeError:
-    """Return the error of a collective that did not complete."""
+    """Return the error for an incomplete collective."""
     call = _call.get()
     begin = f"rank {own_rank()}: {what}{f' in {call}' if call else ''} did not complete: "
     if isinstance(error, DamagedMessageError):
@@ -429,11 +429,11 @@ def after_closing() -> Iterator[None]:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Exclude a function, and all functions that it calls, from compilation: it moves data, or examines all models.
+    """Exclude a function that moves data or examines all models from compilation, and all functions called by it.
 
     The effect is the same as with `torch.compiler.disable`, which takes seconds to import and has a slower wrapper.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # causes a graph break in traced callers
     skip = eval_frame._FrameAction.SKIP  # private; `torch.compiler.disable` uses the same (torch 2.11 to 2.15)
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
@@ -548,7 +548,7 @@ def _leave_groups_to_parent() -> None:
 
 
 def made_once_for_groups() -> dict[Any, Any]:
-    """Return a dictionary for objects that are created once per process group; it is cleared when the process ends.
+    """Return a dictionary for objects created once per process group; the dictionary is cleared when the process ends.
 
     A gloo thread needs the GIL to free a tensor of a user's last collective. The destructor of a group waits for its
     threads. If the destructor runs during interpreter shutdown, when no thread can acquire the GIL, the process is
@@ -578,7 +578,7 @@ _before_end: list[Callable[[], None]] = []
 
 
 def before_groups_end(function: Callable[[], None]) -> None:
-    """Register a function to be called when the process ends, before its process groups are released."""
+    """Register a function to be called when the process ends, before process groups are released."""
     watch_process()
     _before_end.append(function)
 
@@ -591,7 +591,7 @@ def watch_process() -> None:
 
 
 def forget_groups(groups: Collection[Any]) -> None:
-    """Delete the objects that were created for process groups that are no longer usable."""
+    """Delete the objects of process groups that are no longer usable."""
     for made in _made:
         for key in list(made):
             if any(part in groups for part in _parts(key)):
@@ -605,7 +605,7 @@ def _parts(key: Any) -> tuple[Any, ...]:
 def forget_destroyed_groups() -> None:
     """Delete the objects for destroyed groups, with their threads, files and memory.
 
-    Models that still exist keep the objects that they use.
+    Existing models keep the objects in use.
     """
     if len(main_threads) > 1:
         return  # ranks are threads, and torch knows the groups of only one rank at a time
@@ -650,7 +650,7 @@ def behind(group: Any) -> Any:
 
 
 def ranks_of(group: Any) -> Sequence[int]:
-    """Return the global ranks of a group in its order; empty if they cannot be determined for a user's object."""
+    """Return the global ranks of a group, in order; empty if they cannot be determined for a user's object."""
     try:
         return dist.get_process_group_ranks(behind(group))
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
@@ -658,7 +658,7 @@ def ranks_of(group: Any) -> Sequence[int]:
 
 
 def ranks_of_groups() -> list[list[int]]:
-    """Return the sorted global ranks of each group that has a communicator."""
+    """Return the sorted global ranks of each group with a communicator."""
     found = dict.fromkeys(tuple(sorted(ranks_of(one.group))) for one in list(communicators.values()))
     return [list(ranks) for ranks in found if ranks]
 
@@ -756,7 +756,7 @@ def summed(
 
 
 def completed(stages: Generator[None, None, Tensor]) -> Tensor:
-    """Run a collective in stages to its end without a pause, and return its result."""
+    """Run all stages of a collective without a pause, and return the result."""
     while True:
         try:
             next(stages)

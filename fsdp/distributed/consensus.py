@@ -1,7 +1,7 @@
 """Ranks exchange values or outcomes, so that all ranks continue or all ranks raise an error.
 
 These functions compare values across ranks, and run operations that may fail on a rank. All ranks receive all outcomes.
-Therefore a rank never raises an error while other ranks wait for that rank in a collective, until a timeout.
+Therefore a rank never raises an error while other ranks wait for this rank in a collective until a timeout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`CustomAllGather` and `CustomReduceScatter` are communicators that use a user's object for the collective.
 
 The objects implement the interface of torch's ``AllGather`` and ``ReduceScatter`` (`torch.distributed.fsdp`): they
-allocate the tensors that are sent and received, and are then called with these tensors.
+allocate the input and output tensors, and are then called with these tensors.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def accelerator() -> torch.device | None:
 
 
 class Arrival:
-    """An arrival represents the work that a stream has queued until now; on a CPU, this work is already complete."""
+    """An arrival represents the work queued on a stream until now; on a CPU, this work is already complete."""
 
     def wait(self, *limit: Any) -> None:
         """Make later work on the current stream wait for this arrival; the host does not wait, so `limit` is unused."""
@@ -89,7 +89,7 @@ class CopyStream:
 
 
 class QueuedArrival(Arrival):
-    """The arrival of the work that an accelerator's stream has queued.
+    """The arrival of the work queued on an accelerator's stream.
 
     Args:
         stream: a stream of torch's module for the device type.
@@ -182,7 +182,7 @@ def copy_stream_of(device: torch.device) -> CopyStream:
 
 
 def new_copy_stream(device: torch.device) -> CopyStream:
-    """Return an additional copy stream, for copies that must not delay other copies."""
+    """Return an additional copy stream, whose copies do not delay other copies."""
     return SideStream(device) if has_streams(device.type) else _IN_ORDER
 
 
@@ -205,7 +205,7 @@ def finish_queued(device: torch.device) -> None:
 
 
 def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
-    """Pin host memory that torch has allocated without pinning.
+    """Pin host memory of torch that was allocated without pinning.
 
     Returns:
         A function that unpins the memory; the caller must call it before the memory is freed.
@@ -286,7 +286,7 @@ def return_freed_blocks(larger_than: int) -> None:
     """From now on, release each freed block of host memory above `larger_than` bytes to the operating system.
 
     By default, glibc raises this threshold whenever a large block is freed, up to 32 MiB, and caches smaller blocks.
-    The setting costs time to map blocks again, so it is intended for programs that are limited by memory.
+    Mapping blocks again takes time, so the setting is intended for programs that are limited by memory.
     """
     _call_glibc("mallopt", _M_MMAP_THRESHOLD, larger_than)
 
@@ -294,14 +294,14 @@ def return_freed_blocks(larger_than: int) -> None:
 def return_freed_memory() -> None:
     """Release freed memory that glibc caches to the operating system.
 
-    Sharding a model frees its parameters in blocks between the allocated shards. glibc reuses such holes, but rarely
+    Sharding a model frees the parameters in blocks between the allocated shards. glibc reuses such holes, but rarely
     releases them, and their number varies. Other C libraries release memory without this call.
     """
     _call_glibc("malloc_trim", 0)
 
 
 def _call_glibc(name: str, *arguments: int) -> None:
-    """Call a function of glibc; without effect if the C library does not have this function."""
+    """Call a function of glibc; without effect if another C library is used."""
     function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
     if function is not None:
         function(*arguments)

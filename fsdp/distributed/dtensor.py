@@ -84,7 +84,7 @@ def arrived(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has no strided storage, or if the tensor is in flight."""
+    """Return the address of a tensor's storage; 0 without a strided storage, or if the tensor is in flight."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, like all of functorch (2.11 to 2.15)
         tensor = torch._C._functorch.get_unwrapped(tensor)
     tensor = local_part(tensor)
@@ -149,7 +149,7 @@ class MeshPart:
 
     @cached_property
     def shardings(self) -> tuple[DimSharding, ...]:
-        """The shardings in the order of `sharded_dims`. Each divides the part that results from the previous ones."""
+        """The shardings in the order of `sharded_dims`. Each sharding divides the part of the previous shardings."""
         return self._shardings_at(self.mesh.get_coordinate() or ())
 
     def _shardings_at(self, place: Sequence[int]) -> tuple[DimSharding, ...]:
@@ -201,7 +201,7 @@ class MeshPart:
         return made
 
     def shown(self, local: Tensor) -> Tensor:
-        """Return the tensor that modules use for computation, around the unsharded local part."""
+        """Return the tensor for computation in modules, around the unsharded local part."""
         return self.dtensor(local)
 
     @cached_property
@@ -307,7 +307,7 @@ def settled_gradient(param: Tensor) -> Tensor | None:
 
 
 def refuse_part_of_others(name: str, value: Any) -> None:
-    """Raise RuntimeError for a `DTensor` from the file of another rank: its mesh contains that rank's coordinates."""
+    """Raise RuntimeError for a `DTensor` from the file of another rank, whose coordinates are in the mesh."""
     if not is_dtensor(value) or (place := value.device_mesh.get_coordinate()) is None:
         return
     ranks = value.device_mesh.mesh
@@ -344,7 +344,7 @@ def check_placements(name: str, param: Tensor) -> None:
 
 
 def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) -> None:
-    """Raise ValueError if the mesh of a `DTensor` has ranks of `group` besides this one, or another device type."""
+    """Raise ValueError if the mesh of a `DTensor` contains other ranks of `group`, or uses another device type."""
     part = MeshPart.of(param)
     if part is None:
         return
@@ -443,7 +443,7 @@ def is_on_many_ranks(parts: Iterable[MeshPart | None]) -> bool:
 
 
 def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
-    """Return the ranks outside `group` that hold parts of the same parameters as this rank."""
+    """Return the ranks outside `group` with parts of the same parameters as this rank."""
     ranks = {rank for part in parts if part is not None for rank in part.mesh.mesh.flatten().tolist()}
     return sorted(ranks - set(ranks_of(group)))
 

@@ -52,7 +52,7 @@ def count_foreach(is_needed: Callable[[], bool]) -> None:
 
 @cache
 def write_parts_through(is_ours: Callable[[DTensor], bool]) -> None:
-    """Register handlers of view operations once per process, for `DTensor`s for which `is_ours` returns True."""
+    """Register handlers of view operations once per process; they apply to `DTensor`s if `is_ours` returns True."""
     # private: torch's table of custom handlers for operations (torch 2.11 to 2.15)
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_EYES, _eye))
@@ -76,7 +76,7 @@ def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -
     ]
     if placements == list(source.placements):
         return _by_torch(op, args, kwargs)
-    # private: `redistribute` is an autograd function, which an operation cannot call (torch 2.11 to 2.15)
+    # private: an operation cannot use `redistribute`, an autograd function (torch 2.11 to 2.15)
     spec = DTensorSpec(source.device_mesh, tuple(placements), source._spec.tensor_meta)
     gathered: Any = arrived(redistribute_local_tensor(held_part(source), source._spec, spec)).contiguous()
     where = Source(source, gathered)

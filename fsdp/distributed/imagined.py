@@ -32,7 +32,7 @@ class Message:
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
         what: the description for error messages.
         tag: the tag of the message, which contains a handle's tag.
-        nbytes: the number of bytes of parameters and gradients that this rank sends.
+        nbytes: the number of sent bytes of parameters and gradients.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class ImaginedGroup:
         number: the number of the existing rank.
         ranks: the world size.
         sends_pieces: if True, communicate as on gloo, by point-to-point messages; if False, use a backend's
-            collectives, as on NCCL, which are assumed to send the same number of bytes as rings.
+            collectives, as on NCCL, with the number of bytes of ring algorithms.
 
     Attributes:
         sent: the collectives of the rank, in order, without control messages.

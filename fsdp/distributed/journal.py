@@ -1,6 +1,6 @@
 """A journal records operations of this rank that must be equal on all ranks of a model, for example optimizer steps.
 
-Pages are numbered by an event that all ranks count equally. Entries of a page are unordered. The next page closes a
+Pages are numbered by an event with equal counts on all ranks. Entries of a page are unordered. The next page closes a
 page, which can then be compared with the same page of other ranks (`roll_call`).
 """
 
@@ -42,7 +42,7 @@ class Journal:
         name: the name, the same on all ranks, and unique among the journals of these ranks.
         ranks: the global ranks that keep this journal.
         error: the message for a difference.
-        warning_of: the optional message for a difference that is limited to lines with its prefix.
+        warning_of: the optional message for a difference that is limited to lines with a prefix (`begin`).
 
     A journal contains no reference to the model, because the watchdog's thread would keep the model alive.
 

@@ -34,7 +34,7 @@ _TAGS = (1 << 31) - _FIRST_TAG
 
 
 class Sending:
-    """A shard that is being sent to the peers; gloo's works keep the sent tensors alive until `finish`."""
+    """A shard in flight to the peers; gloo's works keep the sent tensors alive until `finish`."""
 
     def __init__(self, works: Sequence[Any], what: str) -> None:
         self._works, self._what = works, what
@@ -49,9 +49,9 @@ class Sending:
 class Receiving:
     """A message that this rank is receiving; its buffer is kept until the message is awaited.
 
-    After an exception during a step, a model may be released before its messages have arrived. gloo (seen in torch
+    After an exception during a step, a model may be released before all messages have arrived. gloo (seen in torch
     2.13) stops reading from a peer when a message arrives for a freed buffer, and reports the arrival only in a wait.
-    Such a buffer is therefore kept until the process ends.
+    The buffer is therefore kept until the process ends.
     """
 
     is_awaited = False
@@ -125,7 +125,7 @@ def check_messages(enabled: bool = True) -> None:
     If a bit changes in transit, in a network card, a cable or memory, the receiving rank raises an error before using
     the data. The error contains the collective and both ranks. Without checksums, the bit would change the weights.
     The check reads all sent and received data once more. Call this function on all ranks with the same argument, before
-    wrapping. If enabled, wrapping over any backend other than gloo raises an error: the links of NCCL use their own
+    wrapping. If enabled, wrapping over any backend other than gloo raises an error: links of NCCL have separate
     checksums.
     """
     global _are_checked
@@ -219,7 +219,7 @@ def renew(group: Any) -> None:
 
     A group of torch (private, seen in 2.11 to 2.15) selects its backend by device type. The group neither replaces
     nor deletes a registered backend. The new backend is therefore registered under a type number that torch does not
-    use. It uses the gloo device of the old backend, which owns the files and the reading thread.
+    use. The new backend uses the gloo device of the old backend, which owns the files and the reading thread.
 
     Raises:
         RuntimeError: if no unused type numbers are left.

@@ -22,7 +22,7 @@ _SHOWN = 4  # the maximum number of units of a pass in reports
 
 @dataclass
 class Pass:
-    """A forward or backward that this rank has begun.
+    """A forward or backward of this rank.
 
     Attributes:
         name: the kind of pass and its number in the model, such as "backward 3".
@@ -30,7 +30,7 @@ class Pass:
         ranks: the ranks of the model.
         mode: another property that must be equal on all ranks, such as "without gradients".
         reduced: the flat parameters whose gradients a backward reduces, with their frozen parts.
-        units: the units that the pass has reached, in order.
+        units: the units reached in the pass, in order.
         is_over: if True, the pass has ended on this rank without a failed collective.
     """
 

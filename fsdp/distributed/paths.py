@@ -1,4 +1,4 @@
-"""Ranks that wait for each other have run different operations; a comparison shows the cause and a remedy.
+"""If ranks wait for each other, a comparison of their operations shows the cause and a remedy.
 
 Each rank records its latest passes (`passes`). When a rank has waited too long, `difference` finds the first place at
 which the ranks differ. This function only requires the records, and no process group.
@@ -82,7 +82,7 @@ class _Side:
 
 
 class _Divergence:
-    """A place at which the operations of ranks differ: the operation of the `odd` ranks is not that of the `rest`."""
+    """A place at which operations of ranks differ: the `odd` ranks run a different operation than the `rest`."""
 
     def __init__(self, sides: Sequence[_Side]) -> None:
         by_trust = sorted(sides, key=lambda side: (-len(side.ranks), not side.is_usual, min(side.ranks)))
@@ -93,7 +93,7 @@ class _Divergence:
     def first_of(
         cls, since: Mapping[int, Sequence[Pass]], paths: Mapping[int, Sequence[Pass]], *, units: bool
     ) -> _Divergence | None:
-        """Return the first divergence, from the first pass that all ranks have; None if all paths are equal."""
+        """Return the first divergence, starting from the common first pass; None if all paths are equal."""
         events = {
             rank: [(number, *event) for number, one in enumerate(passes) for event in one.events(units=units)]
             for rank, passes in since.items()
@@ -192,7 +192,7 @@ def _count(side: _Side, unit: str) -> str:
 
 
 def _is_usual(passes: Sequence[Pass], present: Pass, begin: Sequence[tuple[str, Hashable]]) -> bool:
-    """Return whether a rank's previous pass of the same kind and model has the same first events."""
+    """Return whether a rank's previous pass of the same kind and model begins with the same events."""
     kind = present.name.split()[0]
     earlier = passes[: _index(passes, present)]
     before = [one for one in earlier if one.name.startswith(kind) and one.model == present.model]

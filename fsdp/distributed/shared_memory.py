@@ -265,7 +265,7 @@ class SharedMemory:
         return self._own.holds(tensor)
 
     def forget(self) -> None:
-        """Release messages that will no longer be read. Call this after all ranks have stopped communication."""
+        """Release messages that will no longer be read; call this after all ranks have stopped communication."""
         self._own.forget()
 
 

@@ -130,7 +130,7 @@ class Watchdog:
         self._ends: dict[int, str] = {}  # the reasons why ranks have ended
         self._exits: dict[int, str] = {}  # the exit statuses of processes on this machine, if known
         self._looks = (_Looks(is_aside=False), _Looks(is_aside=True))
-        self._given_up = ""  # the reason why this rank has aborted its waits; empty if it has not
+        self._given_up = ""  # the reason for aborted waits; empty if waits were not aborted
         self._meetings: dict[tuple[int, ...], int] = {}  # the number of completed meetings (`recover`), by ranks
         self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
@@ -153,7 +153,7 @@ class Watchdog:
             thread.join(_TICK)
 
     def announce_end(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Notify the other ranks that an exception ends this rank, unless another rank has caused the exception."""
+        """Notify the other ranks that an exception ends this rank, unless the cause is on another rank."""
         text = " ".join(str(error).split())
         place = "".join(f" ({place})" for place in last_place(trace))
         end = f"{type(error).__name__}{': ' * bool(text)}{text[:600]}{place}"
@@ -185,7 +185,7 @@ class Watchdog:
             if wait is not None and looks.asked is wait and looks.reported_at > wait.since:
                 return looks.report
         answers = self._tell_all({})
-        for answer in answers.values():  # a rank aborts its waits before all other ranks know the reason
+        for answer in answers.values():  # a rank may abort its waits before other ranks know the reason
             if isinstance(answer, dict) and answer.get("given up"):
                 return str(answer["given up"])
         silent = [rank for rank, answer in answers.items() if answer in (_GONE, _ABSENT)]
@@ -255,7 +255,7 @@ class Watchdog:
         if wait is not looks.asked:
             looks.asked, looks.patience = wait, patience + _SLACK * communicator.longest[looks.is_aside]
             looks.lost = 0.0
-        # The ranks wait in turn, so that a single rank asks: the others receive its report before their turn.
+        # The ranks wait in turn, so that a single rank asks: other ranks receive the report before their turn.
         turn = _TICK * self._rank / (1 + len(self._addresses))
         # Multiple turns may fall between two ticks. A rank that is asked leaves the report to the asking rank.
         is_questioned = now < looks.questioned_at + 2 * _ANSWER  # the time for the answers and for the report
@@ -293,7 +293,7 @@ class Watchdog:
                     self._addresses[rank] = Address(*json.loads(self._store.get(key)))
 
     def _show(self, report: str, is_aside: bool, printers: Sequence[int], shown: str) -> Message:
-        """Record a report and print it if this rank is in `printers`; return the message with the report for others."""
+        """Record a report and print it if this rank is in `printers`; return the message for other ranks."""
         looks = self._looks[is_aside]
         looks.report, looks.reported_at = report, time.monotonic()
         looks.give_time()
@@ -586,7 +586,7 @@ def watch() -> None:
 
 
 def stop(*groups: Any) -> None:
-    """Stop the watchdogs of some groups (default: all), which were destroyed or end with the process."""
+    """Stop the watchdogs of some groups (default: all groups)."""
     for group in groups or list(watchdogs):
         if (watchdog := watchdogs.pop(group, None)) is not None:
             watchdog.stop()

@@ -65,7 +65,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self  # `batch_isend_irecv` of torch 2.14 queries whether the backend coalesces messages
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False like gloo, which allocates no tensors for communication."""
+        """Return False, because gloo does not allocate tensors for communication."""
         return False
 
     def _set_sequence_number_for_group(self) -> None:
@@ -108,8 +108,8 @@ class MemoryGroup(dist.ProcessGroup):
         Args:
             what: a description that must be equal on all ranks.
             given, wanted: the input and output tensors of this rank.
-            results: a function that is called with the input tensors of each rank, after all ranks have arrived. It
-                returns the tensors to copy to the outputs of each rank, which may be none.
+            results: a function that is called with the input tensors of each rank, after all ranks have arrived. The
+                function returns, for each rank, the tensors to copy to the outputs, if any.
         """
         network, rank, members = self.network, self._number(self.rank()), self._members
         self._calls += 1

@@ -160,7 +160,7 @@ class Network:
     Attributes:
         gone: the ranks that have exited by an exception or without a report; their connections are closed.
         failure: the reason why no more messages can arrive, which every wait raises; otherwise empty.
-        sent: the number of messages that each rank has sent.
+        sent: the number of sent messages of each rank.
     """
 
     def __init__(self, ranks: int, schedule: Schedule, faults: Sequence[Fault]) -> None:
@@ -169,8 +169,8 @@ class Network:
         self.failure = ""
         self.sent = [0] * ranks
         self._faults = {(fault.rank, fault.at): fault for fault in faults}
-        self._sent: _Ends = {}  # sent messages that were not requested yet
-        self._asked: _Ends = {}  # requested messages that were not sent yet
+        self._sent: _Ends = {}  # sent messages without a request
+        self._asked: _Ends = {}  # requested messages before they are sent
         self.values = dist.HashStore()  # the store of all ranks
         self.store_waiters: list[Task] = []
         self.meetings: dict[Any, Any] = {}  # collectives that not all ranks have called yet
@@ -263,7 +263,7 @@ def flipped(tensor: Tensor) -> Tensor:
 
 
 class MemoryStore(dist.Store):
-    """The store of a world, which torch uses to connect new groups; each rank has a separate object."""
+    """The store of a world, which torch uses to connect new groups. Each rank uses a separate object."""
 
     def __init__(self, network: Network, rank: int) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ class Operand(NamedTuple):
 
 
 class Accelerator(threading.local):
-    """The accelerator that is observed or simulated, with the state of each thread.
+    """The observed or simulated accelerator, with the state of each thread.
 
     Args:
         device: the device, with its index.
@@ -52,7 +52,7 @@ class Accelerator(threading.local):
         target: the reported device of this thread's new tensors, and whether they are pinned; None: as the operands.
         is_unnoted: if True, operators of this thread are not recorded, because torch's code waits for a collective.
         stream: this thread's current simulated stream; None for the default stream.
-        work: this thread's last work, which is kept so that the caller receives this Python object.
+        work: this thread's last work, kept alive so that the caller receives this Python object.
     """
 
     target: tuple[torch.device, bool] | None = None

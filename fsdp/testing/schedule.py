@@ -3,7 +3,7 @@
 A rank holds the baton while it runs, and passes the baton on when it waits for a message. The same seed therefore
 results in the same order. A deadlock is detected immediately: no rank is ready, and all ranks wait.
 
-Threads that a rank starts run concurrently, for example threads that save in the background. They require the baton
+Threads started by a rank run concurrently, for example threads for background saving. They require the baton
 only for communication. A rank that waits for such a thread releases the baton.
 """
 
@@ -40,7 +40,7 @@ class Schedule:
 
     Attributes:
         order: the sequence of ranks that held the baton.
-        passes: the number of times that the baton was passed.
+        passes: how often the baton was passed on.
         waits: a description of the wait of each thread.
     """
 

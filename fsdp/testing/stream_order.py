@@ -1,9 +1,8 @@
 """`StreamOrder` records accesses to memory with their streams, and reports unordered accesses.
 
 Memory is tracked by storage. The record of a storage is an attribute of the storage and is deleted with it, which
-detects when memory is freed. In torch's caching allocators, freed memory is immediately available to the next
-allocation on the stream that allocated it, even if other streams still use the memory, unless `Tensor.record_stream`
-was called for these streams.
+detects when memory is freed. torch's caching allocators reuse freed memory immediately for allocations on the same
+stream. Other streams may still use this memory, unless `Tensor.record_stream` was called for them.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Held:
         self.address = address
 
     def surrounds(self, other: Held) -> bool:
-        """Return whether this storage owns its memory and contains the memory of another storage."""
+        """Return whether this storage owns memory that contains the memory of another storage."""
         stop = self.address + self.memory.nbytes
         return (
             self is not other
@@ -109,14 +108,14 @@ class Held:
 
 
 class StreamOrder:
-    """The clocks of all timelines, and the memory that they use."""
+    """The clocks of all timelines, and the memory in use."""
 
     def __init__(self) -> None:
         self.host = Timeline("the host")
         self.lock = threading.RLock()
         self.is_active = True
         self.page_locked: dict[int, int] = {}  # the sizes of pinned blocks of host memory, by address
-        self.gone: deque[Memory] = deque()  # blocks that any thread has freed since the last `collect`
+        self.gone: deque[Memory] = deque()  # blocks freed by any thread since the last `collect`
         self._on_host: weakref.WeakSet[Held] = weakref.WeakSet()
         self._streams: dict[Hashable, Timeline] = {}
         self._freed: dict[Timeline, list[Memory]] = {}

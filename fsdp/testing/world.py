@@ -154,7 +154,7 @@ def _no_groups() -> SimpleNamespace:
 
 
 class _Run:
-    """A run of all ranks. It replaces the ranks' watchdogs: their information is available without sockets."""
+    """A run of all ranks. This object replaces the ranks' watchdogs, and requires no sockets."""
 
     def __init__(self, ranks: int, seed: int, late: Collection[int], faults: Sequence[Fault], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
@@ -190,7 +190,7 @@ class _Run:
                 self._await()
         finally:
             self.schedule.stop()
-            self._running.clear()  # so that abandoned ranks do not destroy groups later
+            self._running.clear()  # otherwise, abandoned ranks would destroy groups later
             self._caller.show()
             forget_groups(self._groups)
         if not self._errors and len(self._results) == self._ranks:

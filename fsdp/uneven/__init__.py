@@ -1,1 +1,1 @@
-"""Ranks that do different things: `fsdp.cond` and `fsdp.join`."""
+"""Ranks that run different operations: `fsdp.cond` and `fsdp.join`."""

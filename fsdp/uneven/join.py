@@ -40,7 +40,7 @@ def join(
                 optimizer.zero_grad()
 
     A rank whose loop has ended waits at the end of the context. Until all loops have ended, this rank joins the other
-    ranks' all-gathers and contributes zero gradients. It also clips, steps and zeroes its shards together with the
+    ranks' all-gathers and contributes zero gradients. The rank also clips, steps and zeroes its shards with the
     other ranks, using their learning rates.
 
     Gradients are sums over ranks, divided by the number of *all* ranks. Like in `DistributedDataParallel.join` by

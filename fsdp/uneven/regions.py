@@ -164,7 +164,7 @@ class Directory:
         return self.regions[module]
 
     def region_of_number(self, number: int) -> Region:
-        """Return the region that another rank has sent by number."""
+        """Return the region with a number received from another rank."""
         if number >= len(self._modules):
             self._list_modules()
         return self.region(self._modules[number][1])
@@ -225,7 +225,7 @@ def visits_of(runtime: Runtime) -> Visits:
     """Return the visits of a root's regions. Before the first call, the root uses no additional communication."""
     if not isinstance(runtime.participation, Visits):
         runtime.participation = Visits(runtime)
-        runtime.passes.stop()  # ranks that serve do not know which pass other ranks are in
+        runtime.passes.stop()  # serving ranks do not know the current pass of other ranks
     return runtime.participation
 
 
@@ -245,7 +245,7 @@ class Visits(Participation):
         self.joining: Callable[[Message], None] | None = None
         self.is_finished = self.are_some_finished = False  # this rank; some ranks at the start of the last forward
         self.has_after_step = False  # True if finished ranks call a user's function after a step
-        self.running_ranks = 0  # the number of ranks that ran the last forward
+        self.running_ranks = 0  # the number of ranks in the last forward
         self.is_uneven = False
         self._mode = 0  # the mode of the current backward, for ranks that join it
         self._open: list[Visit] = []  # running visits, the innermost last
