@@ -37,7 +37,7 @@ _Input = tuple[Sequence[Tensor], Callback | None]  # a tensor for each rank
 
 
 class DummyProcessGroup:
-    """A group that has a size and a rank, but does not communicate.
+    """A process group with a size and a rank, but without communication.
 
     With ``size=1``, a wrapper can use this group without `torch.distributed`.
     """
@@ -58,7 +58,7 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
         return fn(container)
     if isinstance(container, PackedSequence):
         data = apply_to_type(type_fn, fn, container.data)
-        return container if data is None else container._replace(data=data)  # None: `fn` has changed it in place
+        return container if data is None else container._replace(data=data)  # None: `fn` changed it in place
     if isinstance(container, dict):
         copied = type(container)() if isinstance(container, OrderedDict) else {}
         copied.update((key, apply_to_type(type_fn, fn, value)) for key, value in container.items())
@@ -82,7 +82,7 @@ def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, 
 
 
 def unpack_kwargs(kwarg_keys: Sequence[str], flat_args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the positional and keyword arguments that `pack_kwargs` has packed.
+    """Return the positional and keyword arguments from the results of `pack_kwargs`.
 
     Raises:
         ValueError: if there are more names than values.
@@ -163,7 +163,7 @@ class ReduceScatterBucketer:
         Args:
             input_list: a tensor for each rank of `group`, with equal shape, dtype and device.
             group: the process group; None means the default group.
-            callback_fn: an optional function that is called with this rank's sum after the reduction.
+            callback_fn: an optional function, called with this rank's sum after the reduction.
 
         Raises:
             ValueError: if the number of tensors differs from the world size, or if the tensors differ.
@@ -285,7 +285,7 @@ def build_unflat_state_dict(
     Args:
         instance_list: the wrappers with parameters, in the order of ``modules()``, each with a single flat parameter.
         world_pad_info: by rank and wrapper, a list with the number of padding elements at the end of the rank's shard.
-        state: by wrapper and key, each rank's vector; a list with a single value for state that is not a tensor.
+        state: by wrapper and key, each rank's vector; a list with a single value if the state is not a tensor.
         singleton_state: the same for 0-d tensors.
         uncollected_opt_state: by wrapper and key, the state of which a single rank has the complete values.
         original_sd: the optimizer's dictionary, with its groups and other keys.
@@ -425,7 +425,7 @@ def install(force: bool = False) -> None:
 
     Raises:
         RuntimeError: if FairScale is installed, unless `force` is True; also if `fairscale` was already imported,
-            because modules that have imported its classes would not change.
+            because modules would continue to use the imported classes.
     """
     if _FINDER in sys.meta_path:
         return
@@ -476,7 +476,7 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin="fsdp.compat.fairscale", is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Submodules first: a package may export a function with the name of a submodule, which has precedence.
+        # Submodules first: if a package exports a function with the name of a submodule, the function must remain.
         for name in PROVIDED:
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)

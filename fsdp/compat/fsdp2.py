@@ -16,7 +16,7 @@ import torch.distributed.fsdp as torchs
 
 import fsdp
 
-# Names that torch and this library have in common.
+# The common names of torch and this library.
 _NAMES = (
     "CPUOffloadPolicy DataParallelMeshDims FSDPModule GradientReductionHandle MixedPrecisionPolicy OffloadPolicy "
     "UnshardHandle fully_shard register_fsdp_forward_method share_comm_ctx"
@@ -26,7 +26,7 @@ _TORCHS = {name: getattr(torchs, name) for name in PROVIDED if hasattr(torchs, n
 # Prefixes of modules that do not change: torch's implementation, modules that require it, and this library.
 _OWN = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp", "fsdp.")
 
-# The names that `install` has replaced, as a module's dictionary and a key.
+# The names replaced by `install`, as a module's dictionary and a key.
 _found: list[tuple[dict[str, Any], str]] = []
 
 
@@ -42,9 +42,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: restore torch's names in torch, and in all modules that `install` has updated.
+    """Undo `install`: restore torch's names in torch, and in all modules updated by `install`.
 
-    Models that were already sharded continue to work. Modules that were imported after `install` keep this library's
+    Sharded models continue to work. Modules that were imported after `install` keep this library's
     names.
     """
     theirs = {id(PROVIDED[name]): each for name, each in _TORCHS.items()}

@@ -16,7 +16,7 @@ A group of a single rank uses `LoneRank`, which does not require `torch.distribu
 
 Every message on gloo, including control messages, has a tag, computed from its kind (for example, a gather),
 its subject (a handle), its length and its dtype. Ranks that run different operations therefore time out with an error
-that names the awaited operation, instead of receiving wrong bytes. gloo's own collectives are not used: they are
+about the awaited operation, instead of receiving wrong bytes. gloo's own collectives are not used: they are
 matched only by order, and matched collectives of different lengths end the process.
 """
 
@@ -94,7 +94,7 @@ def use_torch_collectives(enabled: bool = True) -> None:
 
     This setting is intended for tools that count or trace collectives by patching these functions, and for
     comparisons. Communication becomes slower: gloo's reduce-scatter sends twice the bytes. NCCL always uses these
-    collectives, so the setting has no effect. Call this function on all ranks with the same argument, before wrapping;
+    collectives, without this setting. Call this function on all ranks with the same argument, before wrapping;
     models that are already wrapped do not change. ``enabled=False`` restores the default.
     """
     global _only_torch
@@ -222,7 +222,7 @@ class DirectExchange(TorchCollectives):
         self._sent: deque[Sending] = deque()
         self._answered: Sending | None = None
         self._shared: SharedMemory | None = None  # after `share_memory`
-        self._was_asked = False  # True after `share_memory` has asked all ranks
+        self._was_asked = False  # True after `share_memory` was negotiated
 
     def share_memory(self, nbytes: int) -> None:
         # Messages with checksums are sent through the group.
@@ -337,8 +337,8 @@ class DirectExchange(TorchCollectives):
         return [*asked, *(Leaving(self.group, work) for work in sent)], received
 
     def _sum_in_rank_order(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        # The sum is in rank order, so that runs are reproducible to the bit. A received piece becomes the result: it
-        # has separate memory, while this rank's piece is part of the buffer that the caller will free.
+        # Add in rank order, so that runs are reproducible to the bit. A received piece becomes the result: it
+        # uses separate memory, while this rank's piece is part of a buffer that the caller will free.
         first, *others = (1, 0, *range(2, self.world_size)) if self.rank == 0 else range(self.world_size)
         total = pieces[first].to(torch.promote_types(pieces[first].dtype, dtype))
         for rank in others:

@@ -58,7 +58,7 @@ def words_of(tag: Tag) -> tuple[int | str, ...]:
     return tag if isinstance(tag, tuple) else (tag,)
 
 
-# The public call that this thread is executing, as users write it; empty during forward and backward.
+# The current public call of this thread, as users write it; empty during forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
 # The timeout for waits of this thread, if different from the group's timeout.
 _limit: ContextVar[tuple[timedelta, ...]] = ContextVar("_limit", default=())
@@ -167,7 +167,7 @@ class Communicator(ABC):
         """Collective. Prepare to send messages of up to `nbytes` through shared memory, if all ranks support it."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized tensor ``[numel]`` that will be reduced."""
+        """Return an uninitialized tensor ``[numel]`` for use in a reduction."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def is_read_in_place(self, tensor: Tensor) -> bool:
@@ -190,15 +190,15 @@ class Communicator(ABC):
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, of the same dtype.
 
-        `shard` must not change until `settle` has returned.
+        `shard` must not change until `settle` returns.
         """
 
     @abstractmethod
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         """Sum `full` ``[world_size * n]`` over the ranks; `wait` returns this rank's part ``[n]`` of the sum.
 
-        `full` is sent in its dtype. The result has dtype `dtype` (default: the same); the sum is computed in the wider
-        dtype, or by the backend. `full` must not be used until `wait` has returned, and may share memory with the
+        `full` is sent in its dtype. `dtype` is the dtype of the result (default: the same). The sum uses the wider
+        dtype, unless the backend sums. `full` must not be used until `wait` returns, and may share memory with the
         result. If `is_read_in_place(full)`, it must never be written again.
         """
 
@@ -218,7 +218,7 @@ class Communicator(ABC):
         """Send tensors to some ranks and receive tensors from some ranks, independently of all other ranks.
 
         For each message, the sender and the receiver must pass tensors of equal sizes in the same order. All tensors
-        must be contiguous, and sent tensors must not change until `settle`. The result of `wait` has no meaning. On
+        must be contiguous, and sent tensors must not change until `settle`. The result of `wait` is meaningless. On
         accelerators, a first call without previous communication is collective, also for ranks without messages.
         """
 
@@ -239,10 +239,10 @@ class Communicator(ABC):
         """Block, and return every rank's payload in rank order. Payloads may have any length.
 
         Raises:
-            RuntimeError: on every rank, if the ranks are in different public calls (`during`) and the backend has tags.
+            RuntimeError: on every rank, if the backend uses tags and ranks are in different public calls (`during`).
         """
 
-    def settle(self) -> None:  # noqa: B027 (on most backends, a complete collective has sent everything)
+    def settle(self) -> None:  # noqa: B027 (not required if collectives complete with their messages)
         """Block until peers have received all data from this rank; afterwards, shards may be written again."""
 
 
@@ -322,7 +322,7 @@ class DamagedMessageError(RuntimeError):
 
 
 class ClosedConnectionError(RuntimeError):
-    """A rank has closed its connection to this rank, or its process has ended."""
+    """A rank closed its connection to this rank, or the process of the rank ended."""
 
     def __init__(self, text: str, rank: int) -> None:
         super().__init__(text)
@@ -343,7 +343,7 @@ waits: dict[int, Wait] = {}
 _resumed: dict[int, float] = {}
 longest = {False: 0.0, True: 0.0}
 _awaited: dict[int, Sequence[Any]] = {}  # the awaited works, by thread
-_LONG = 10.0  # the maximum time between two waits that is counted, in seconds: a rank may pause for hours
+_LONG = 10.0  # the maximum time to count between two waits, in seconds: a rank may pause for hours
 
 
 main_threads = {threading.main_thread().ident}  # also the main threads of simulated ranks (`fsdp.testing`)
@@ -418,7 +418,7 @@ def incomplete(what: str, error: RuntimeError) -> RuntimeError:
 def after_closing() -> Iterator[None]:
     """Skip all waits of this thread in the context, because connections are closed and no more messages arrive.
 
-    gloo (seen in torch 2.13) never completes a message if the peer has requested it and then closed the connection.
+    gloo (seen in torch 2.13) never completes a message if the peer requested it and then closed the connection.
     Without this context, such a wait would end with the group's timeout.
     """
     token = _limit.set((timedelta(milliseconds=1),))
@@ -431,7 +431,7 @@ def after_closing() -> Iterator[None]:
 def uncompiled(function: _Function) -> _Function:
     """Exclude a function that moves data or examines all models from compilation, and all functions called by it.
 
-    The effect is the same as with `torch.compiler.disable`, which takes seconds to import and has a slower wrapper.
+    The effect is the same as with `torch.compiler.disable`, which takes seconds to import and uses a slower wrapper.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # causes a graph break in traced callers
     skip = eval_frame._FrameAction.SKIP  # private; `torch.compiler.disable` uses the same (torch 2.11 to 2.15)
@@ -440,7 +440,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 class during:  # noqa: N801 (lower case like `contextlib.suppress`)
-    """Context manager and decorator that adds the outermost public call, as users write it, to errors inside.
+    """A context manager and decorator: errors inside contain the outermost public call, as users write it.
 
     Calls of a decorated function are not compiled, because compilers cannot trace collectives.
     """
@@ -465,7 +465,7 @@ class during:  # noqa: N801 (lower case like `contextlib.suppress`)
 
 
 def present_call() -> str:
-    """Return the public call that this thread is executing; empty during forward and backward."""
+    """Return the current public call of this thread; empty during forward and backward."""
     return _call.get()
 
 
@@ -719,7 +719,7 @@ def default_group(group: Group | None) -> Group:
 
 
 def served_device(group: Group) -> torch.device:
-    """Return the default compute device: the current accelerator if `group` has a backend for it, else the CPU."""
+    """Return the default compute device: the current accelerator if `group` supports it, else the CPU."""
     device = accelerator()
     return HOST if device is None or device.type not in backend_names(group) else device
 

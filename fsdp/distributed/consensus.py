@@ -52,7 +52,7 @@ def number_among(ranks: Ranks) -> int:
 def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
     """Collective. Return the values of all ranks; the index in the first communicator of `ranks` varies fastest.
 
-    Values are pickled. Ranks that are only simulated have the value of this rank.
+    Values are pickled. Simulated ranks have the value of this rank.
 
     Raises:
         DifferentCallsError: on all these ranks, if any of them are in different calls.
@@ -78,7 +78,7 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
 
 
 def new_group(ranks: Ranks, members: Sequence[int], backend: str | None = None) -> Any:
-    """Collective over `ranks`. Return a new group of `members`, a subset of `ranks` that includes this rank.
+    """Collective over `ranks`. Return a new group of `members`, a subset of `ranks` including this rank.
 
     torch names such a group, which only its members create, by a count of groups. Ranks with different names would wait
     for each other. Ranks with smaller counts therefore first create groups of a single rank.
@@ -111,7 +111,7 @@ def numbers_of(ranks: Ranks) -> list[int]:
 
 def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
     """Collective. Overwrite a contiguous tensor with the tensor of the first rank of `ranks`, and return it."""
-    for comm in reversed(ranks):  # so that the first rank of each group has the tensor before it broadcasts
+    for comm in reversed(ranks):  # so that the first rank of each group receives the tensor before sending it
         if comm.world_size > 1 and tensor.numel():
             comm.broadcast(tensor.view(-1).view(torch.uint8)).wait()
     return tensor
@@ -137,7 +137,7 @@ def require_same(ranks: Ranks, things: str, heard: Sequence[tuple[str, str]]) ->
 
 
 def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | None) -> None:
-    """Collective. Return only if the operation has succeeded on all ranks.
+    """Collective. Return only if the operation succeeded on all ranks.
 
     A rank with an `error` raises this error; all other ranks raise an OtherRankError with the text of the first error.
     `everyone` may contain multiple groups of ranks: an outcome of one group is sent to the next.

@@ -1,4 +1,4 @@
-"""`CustomAllGather` and `CustomReduceScatter` are communicators that use a user's object for the collective.
+"""`CustomAllGather` and `CustomReduceScatter` are communicators using a user's object for the collective.
 
 The objects implement the interface of torch's ``AllGather`` and ``ReduceScatter`` (`torch.distributed.fsdp`): they
 allocate the input and output tensors, and are then called with these tensors.
@@ -100,7 +100,7 @@ class InFront(Communicator):
 
 
 class CustomAllGather(InFront):
-    """A communicator that uses a user's object for all-gathers."""
+    """A communicator using a user's object for all-gathers."""
 
     def __init__(self, behind: Communicator, collective: Any) -> None:
         super().__init__(behind, collective)
@@ -115,7 +115,7 @@ class CustomAllGather(InFront):
 
 
 class CustomReduceScatter(InFront):
-    """A communicator that uses a user's object for reduce-scatters."""
+    """A communicator using a user's object for reduce-scatters."""
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         sent = self._collective.allocate((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)

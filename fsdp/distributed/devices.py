@@ -43,14 +43,14 @@ def has_streams(kind: str) -> bool:
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the current device of a type, with its index if the type has indices."""
+    """Return the current device of a type, including the index if devices of this type are numbered."""
     if not has_streams(kind):
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def accelerator() -> torch.device | None:
-    """Return the current accelerator of this process, with its index; None without an accelerator."""
+    """Return the current accelerator of this process, including the index; None without an accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or not has_streams(found.type) else current_device(found.type)
 
@@ -245,7 +245,7 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 def generator_state() -> tuple[str, Tensor] | None:
     """Return the type of the current accelerator, and the state ``[n]`` of its generator, as bytes on the host.
 
-    Returns None if there is no accelerator, or if torch has not initialized it.
+    Returns None if there is no accelerator, or if torch did not initialize it.
     """
     device = accelerator()
     if device is None or not torch.get_device_module(device).is_initialized():

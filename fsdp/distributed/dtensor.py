@@ -34,7 +34,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def is_annotated(tensor: Tensor) -> bool:
-    """Return whether the package `spmd_types` has annotated a plain tensor with placements on a mesh."""
+    """Return whether a plain tensor has placements on a mesh, as annotated by the package `spmd_types`."""
     module = sys.modules.get("spmd_types")
     return module is not None and not is_dtensor(tensor) and bool(module.get_local_type(tensor))
 

@@ -40,7 +40,7 @@ def is_of_values(tensor: Any) -> bool:
 
 
 def holds_extended(param: Tensor, *, if_trained: bool = True) -> bool:
-    """Return whether the class of a parameter, or of a `DTensor`'s local tensor, has either of the two methods.
+    """Return whether the class of a parameter, or of a `DTensor`'s local tensor, defines either of the two methods.
 
     Args:
         param: a parameter.
@@ -73,7 +73,7 @@ def gradient_values(name: str, gradient: Tensor, shape: torch.Size) -> Tensor:
     """Return a gradient as `values_of` does, of `shape`; a plain gradient is repeated for multiple inner tensors.
 
     Raises:
-        RuntimeError: if the gradient has more inner tensors than the parameter.
+        RuntimeError: if the gradient contains more inner tensors than the parameter.
     """
     values = values_of(gradient)
     if values.dim() > len(shape):
@@ -85,7 +85,7 @@ def gradient_values(name: str, gradient: Tensor, shape: torch.Size) -> Tensor:
 
 
 def around(like: Tensor, inner: Sequence[Tensor]) -> Tensor:
-    """Return a tensor with the class and settings of `like` that shares the memory of the tensors in `inner`."""
+    """Return a tensor with the class and settings of `like`, using the memory of the tensors in `inner`."""
     made: Any = like.new_zeros(inner[0].shape, dtype=inner[0].dtype, device=inner[0].device)
     for name, each in zip(made.__tensor_flatten__()[0], inner, strict=True):
         setattr(made, name, each)

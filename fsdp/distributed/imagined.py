@@ -26,7 +26,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Message:
-    """A collective that a rank has called.
+    """A collective of a rank, without its data.
 
     Attributes:
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".

@@ -51,7 +51,7 @@ class Journal:
         notes: the counts of noted objects and texts, by page. `note` writes to them. Hot paths also do so directly, and
             call `forget` if there are too many pages.
         difference: a description of the difference between the ranks; empty if no difference is known.
-        is_raised: if True, this rank has raised an error for the difference.
+        is_raised: if True, this rank raised an error for the difference.
         warning: the first difference that is only a warning; empty if there is none.
     """
 

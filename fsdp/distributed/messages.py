@@ -26,7 +26,7 @@ from fsdp.distributed.communicator import (
 )
 from fsdp.distributed.devices import HOST, host_bytes
 
-_LATE = re.compile("timed? ?out", re.IGNORECASE)  # in gloo's errors if the peer has not closed its connection
+_LATE = re.compile("timed? ?out", re.IGNORECASE)  # part of gloo's errors if the connection is not closed
 
 # Lower tags are reserved for the user's point-to-point messages on the same group. Tags of gloo have 31 bits.
 _FIRST_TAG = 1 << 20
@@ -112,7 +112,7 @@ class Leaving:
 
 
 def _await(message: Receiving | Leaving | _Checked, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
-    """Wait for a message. After an interrupted wait, skip works that have arrived: gloo would wait for another one."""
+    """Wait for a message. After an interrupted wait, skip completed works: gloo would wait for another message."""
     is_repeated, message.is_awaited = message.is_awaited, True
     for work in works:
         if not (is_repeated and work.is_completed()):

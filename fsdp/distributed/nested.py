@@ -1,6 +1,6 @@
 """`Nested` is the communicator of a rectangle of two groups, for shards that are divided again across replicas.
 
-A rank with index `s` in its shard group, and index `r` among its R replicas, has index ``s * R + r``. The shards of a
+A rank with index `s` in its shard group, and index `r` among its R replicas, gets index ``s * R + r``. The shards of a
 rank's replicas are neighbours in the gathered tensor, so a collective consists of one collective along each group.
 """
 
@@ -154,7 +154,7 @@ _nested: dict[tuple[Communicator, Communicator], Nested] = made_once_for_groups(
 def nested(
     shard: Communicator, replicas: Communicator, together: Communicator | None, ranks: Sequence[int]
 ) -> Communicator:
-    """Return the communicator of a rectangle. Each pair of groups has a single object, so that tags are unique."""
+    """Return the communicator of a rectangle. Each pair of groups uses a single object, so that tags are unique."""
     if replicas.world_size == 1:
         return shard
     if (shard, replicas) not in _nested:

@@ -1,6 +1,6 @@
 """The passes (forwards and backwards) of this rank, with the units that ran during each pass.
 
-The hot path only appends names. When a rank has waited too long, names are compared across ranks (`paths`).
+The hot path only appends names. When a rank waits too long, names are compared across ranks (`paths`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pass:
         mode: another property that must be equal on all ranks, such as "without gradients".
         reduced: the flat parameters whose gradients a backward reduces, with their frozen parts.
         units: the units reached in the pass, in order.
-        is_over: if True, the pass has ended on this rank without a failed collective.
+        is_over: if True, the pass ended on this rank without a failed collective.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Passes:
         """Record a forward.
 
         Args:
-            name: the name of the outermost unit that is called.
+            name: the name of the called outermost unit.
             ranks: the ranks that run the forward.
             mode: "train()" or another mode.
         """
@@ -133,7 +133,7 @@ class Passes:
         """Record a backward.
 
         Args:
-            name: the name of the outermost unit that was called last.
+            name: the name of the outermost unit called last.
             ranks: the ranks that run the backward.
             modes: the modes of the reduction, such as "with reduction".
             unusual: the modes that are part of the stage.
@@ -146,13 +146,13 @@ class Passes:
         self._current = path.begin("backward", name, ranks, modes, reduced)
 
     def reach(self, unit: str) -> None:
-        """Record that the pass has reached a unit."""
+        """Record the next unit of the pass."""
         self._current.come_to(unit)
 
     def end_forward(self) -> None:
-        """Record that the forward of the outermost unit has ended."""
+        """Record the end of the outermost unit's forward."""
         self._current.is_over = True
 
     def end_backward(self) -> None:
-        """Record that a backward has ended; the forward in which it ran continues."""
+        """Record the end of a backward; the forward in which it ran continues."""
         self._current.is_over, self._current = True, self._around

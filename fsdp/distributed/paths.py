@@ -1,6 +1,6 @@
 """If ranks wait for each other, a comparison of their operations shows the cause and a remedy.
 
-Each rank records its latest passes (`passes`). When a rank has waited too long, `difference` finds the first place at
+Each rank records its latest passes (`passes`). When a rank waits too long, `difference` finds the first place at
 which the ranks differ. This function only requires the records, and no process group.
 """
 
@@ -31,7 +31,7 @@ def difference(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> str
     """Return a description of the place at which the ranks' paths differ, and the remedy; "" if the paths are equal.
 
     The order and modes of all recorded passes are compared first. An old difference in units may be harmless: units
-    are first compared from the last forward that all ranks have begun, and then from earlier forwards.
+    are first compared from the last common forward of all ranks, and then from earlier forwards.
 
     Args:
         paths: the passes of each rank, the oldest first.
@@ -178,7 +178,7 @@ class _Divergence:
 
     @property
     def _before(self) -> Sequence[str]:
-        """The units that all ranks have reached in this pass before the paths differ."""
+        """The common units of all ranks in this pass before the paths differ."""
         pairs = zip(self.odd.here.units, self.rest.here.units, strict=False)
         return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 

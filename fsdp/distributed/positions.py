@@ -22,7 +22,7 @@ from fsdp.distributed.passes import Pass
 
 _FRAMES = 3  # lines of the user's code in a report, for each rank
 _PASSES = 2  # passes in a report, for each rank
-_NEW = 1.0  # seconds after which a collective that all ranks have reached should be complete
+_NEW = 1.0  # seconds after which a collective should be complete if all ranks have reached it
 
 _CALLS = "Make the same calls on every rank, in the same order, and not under a condition like `if rank == 0`."
 _ARGUMENTS = "Make the call with the same arguments on every rank."
@@ -230,7 +230,7 @@ def _places(frames: Sequence[traceback.FrameSummary]) -> Sequence[str]:
 
 
 def _call_of_torchs(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the function that the user's code has called if a thread is in a collective of torch, otherwise ""."""
+    """Return the function called by the user's code if a thread is in a collective of torch, otherwise ""."""
     if not any(frame.filename.endswith(_COLLECTIVES) for frame in frames):
         return ""
     called = takewhile(lambda frame: frame.filename.startswith(_LIBRARIES), reversed(frames))

@@ -37,7 +37,7 @@ class RollCall:
 
     @property
     def difference(self) -> str:
-        """A description of a difference between ranks; empty if none is known, or if this rank has raised it."""
+        """A description of a difference between ranks; empty if unknown, or if this rank raised an error."""
         return next((each.difference for each in list(self._journals) if not each.is_raised and each.difference), "")
 
     def tick(self) -> None:

@@ -6,7 +6,7 @@ process therefore have the same effects as with gloo alone. For each reader, a s
 read. The slot is free again when all counts equal the numbers of sent messages. The sender never waits for this, but
 uses another slot. The number of messages in flight is bounded by the senders; free slots above a limit are released.
 
-The memory has no name in the file system. The system frees the memory when all processes that map it have ended, for
+The memory is not part of the file system. The system frees the memory when all processes that map it have ended, for
 any reason. `posix_fallocate` extends the memory, so a lack of memory is detected in this call, not in a later write.
 """
 
@@ -75,7 +75,7 @@ class _Slot:
     """A slot of this rank's memory."""
 
     size: int
-    sent: bytearray  # by rank, the number of messages that were sent from this slot, modulo 256
+    sent: bytearray  # the number of messages sent from this slot, by rank, modulo 256
     owner: weakref.ref[Any] | None = None  # the memory of the tensor in this slot, if any
 
 
@@ -110,7 +110,7 @@ class _Slots(_Memory):
         """Copy a message to a slot if required, and return the offsets of the slot and of the payload.
 
         Raises:
-            RuntimeError: if the system has no memory for the copy.
+            RuntimeError: if there is not enough memory for the copy.
         """
         payload = message.data_ptr() - self._begin
         start = self._slot_at(payload)
@@ -139,7 +139,7 @@ class _Slots(_Memory):
         """Return the offset of a free slot for a payload; allocate a new slot if required.
 
         Raises:
-            OSError: if the system has no memory, or if `is_bounded` and a new slot would exceed the limit.
+            OSError: if there is not enough memory, or if `is_bounded` and a new slot would exceed the limit.
         """
         size = -(-(self._head + nbytes) // _PAGE) * _PAGE
         self._largest = max(self._largest, size)
@@ -270,7 +270,7 @@ class SharedMemory:
 
 
 class Reading:
-    """A large message that this rank is receiving.
+    """A large message to this rank in flight.
 
     Args:
         memory: the memory of the sender.
@@ -321,7 +321,7 @@ def _mapped(process: int, fd: int, nonce: str, ranks: int) -> _Memory:
     """Map the memory of another process.
 
     Raises:
-        OSError: if this process cannot map the memory, or has no permission.
+        OSError: if this process cannot map the memory, for example without permission.
         ValueError: for this process itself, or for a process with the same number on another host.
     """
     if process == os.getpid():

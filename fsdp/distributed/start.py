@@ -18,7 +18,7 @@ _starts = count()  # calls in this process; the calls are collective, so the num
 
 
 def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> torch.device:
-    """Collective. Create the process group of the ranks that torchrun started, and return the device of this rank.
+    """Collective. Create the process group of the ranks started by torchrun, and return the device of this rank.
 
     The device is the accelerator with index ``LOCAL_RANK``, which becomes the current device of this process, or the
     CPU if there is no accelerator. Ranks that torchrun restarts on a single machine (``--max-restarts``) do not read

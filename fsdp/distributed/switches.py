@@ -15,7 +15,7 @@ def is_off(variable: str) -> bool:
 
 
 def check_switches() -> None:
-    """Raise ValueError if a variable has a value other than 0 or 1, because the value would be ignored."""
+    """Raise ValueError for a value other than 0, 1 or an empty string, because the value would be ignored."""
     for name in (SHARED_MEMORY, TORCH_FUNCTIONS, WATCHDOG):
         if (value := os.environ.get(name, "1")) not in ("0", "1", ""):
             raise ValueError(f"{name}={value} in the environment: give it the value 0 to turn it off, or leave it out")

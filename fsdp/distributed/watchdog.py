@@ -1,7 +1,7 @@
-"""The watchdog reports the positions of all ranks when a rank waits too long, and the reason why a rank has ended.
+"""The watchdog reports the positions of all ranks when a rank waits too long, and the reason why a rank ended.
 
 Each rank listens on a socket. The ranks exchange the addresses once, through the store of the default process group.
-Every second, a thread checks how long this rank has waited in a collective. If the wait is too long, the thread
+Every second, a thread checks the current wait of this rank in a collective. If the wait is too long, the thread
 requests the positions of all ranks, creates a report (`positions`), and sends the report to all ranks; one rank of each
 machine prints it. Before an exception ends a rank, the rank notifies all other ranks. The watchdog uses no collectives.
 
@@ -49,8 +49,8 @@ from fsdp.distributed.roll_call import RollCall
 from fsdp.distributed.switches import WATCHDOG, is_off
 
 _TICK = 1.0  # seconds between two checks of this rank's waits
-_ANSWER = 1.0  # timeout for an answer in seconds; the answering thread has no other work
-_AT_ONCE = 64  # the maximum number of ranks that are asked in parallel
+_ANSWER = 1.0  # timeout for an answer in seconds; the answering thread only answers
+_AT_ONCE = 64  # the maximum number of ranks to ask in parallel
 _LAST_WORDS = 0.5  # seconds to wait for the notification of a rank that has closed its connections
 _SLACK = 2.0  # factor of the longest recent wait, because a later wait may take as long
 _POLL = 0.1  # seconds between two checks; the end of a process may wait so long for the listening thread
@@ -86,7 +86,7 @@ class _Looks:
     """The state of checks of the main thread's waits, or of the waits of other threads, such as a saving thread.
 
     Attributes:
-        asked: the wait that was checked last.
+        asked: the last checked wait.
         patience: the maximum duration of this wait before a report, in seconds.
         lost: the seconds of this wait in which the process did not run, because it was stopped or the machine was busy.
         reported_at: the time of the last report, or of the last decision that no report was due.
@@ -114,7 +114,7 @@ class _Looks:
 
 
 class Watchdog:
-    """The thread that checks this rank's waits, and the socket that answers other ranks.
+    """The thread for checks of this rank's waits, and the socket for requests of other ranks.
 
     Args:
         rank, world_size: of the default process group.
@@ -168,9 +168,9 @@ class Watchdog:
         """Return why a collective did not complete: the ended ranks, or the positions of all ranks; empty if unknown.
 
         Args:
-            closed_by: the rank that has closed its connection, if known.
+            closed_by: the rank that closed its connection, if known.
         """
-        if closed_by is not None:  # first, because a launcher ends all ranks soon after a rank has died
+        if closed_by is not None:  # first, because a launcher soon ends all ranks if a rank dies
             ended = self._exit(closed_by) and f": that has ended{self._exit(closed_by)}"
             self._log(Kind.CLOSED, f"rank {closed_by} has closed its connections, as when its process ends{ended}")
         until = time.monotonic() + _LAST_WORDS
@@ -211,13 +211,13 @@ class Watchdog:
         return f"{_GONE}{seen} (process {address.pid} on {address.host}). {why}"
 
     def _end(self, rank: int, end: str) -> Message:
-        """Return a message with the reason why a rank has ended; store it for ranks that start to listen later."""
+        """Return a message with the reason why a rank ended; store the reason for ranks that start to listen later."""
         with suppress(RuntimeError):  # the process of the store may have ended too
             self._store.set(f"end of {rank}", end)
         return {"end": end, "rank": rank}
 
     def _last_word(self, rank: int) -> str:
-        """Return the stored reason why a rank has ended; empty if no rank has stored a reason."""
+        """Return the stored reason why a rank ended; empty if no rank stored a reason."""
         with suppress(RuntimeError):
             if self._store.check([key := f"end of {rank}"]):
                 return self._store.get(key).decode()
@@ -335,11 +335,11 @@ class Watchdog:
         return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
     def _await_all(self, names: Mapping[int, str]) -> None:
-        """Block until each rank has set its name in the store.
+        """Block until each rank sets its name in the store.
 
         Raises:
-            RuntimeError: if a rank has ended, or does not leave a wait on closed connections: gloo (seen in torch 2.13)
-                does not notify a sender that a peer has requested a message and then closed its connection.
+            RuntimeError: if a rank ended, or does not leave a wait on closed connections: gloo (seen in torch 2.13)
+                does not notify a sender if a peer requests a message and then closes the connection.
         """
         begun = time.monotonic()
         next_look = begun + _TICK
@@ -481,7 +481,7 @@ class _Talk:
 
 
 def _exit_of(pid: int) -> str:
-    """Return the exit status of a process on this machine until its parent has reaped it; empty if unknown."""
+    """Return the exit status of a process on this machine until its parent reaps it; empty if unknown."""
     with suppress(OSError, ValueError, IndexError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if state == "Z":
@@ -531,7 +531,7 @@ def set_watchdog(
             compared. The environment variable FSDP_WATCHDOG=0 has the same effect from the start.
         raises: if True, every rank also raises a `CollectiveError` with the report, in its current wait or in the next
             collective. Use a patience that exceeds all work of a single rank while the other ranks wait. Afterwards,
-            the gloo groups of sharded models are unusable until `recover` has reconnected them. Groups of other
+            the gloo groups of sharded models are unusable until `recover` reconnects them. Groups of other
             backends, for example NCCL, use their own timeouts. In addition, if some ranks have changed shards or
             gradients between steps and other ranks have not, an error is raised instead of a warning.
         reports: an optional folder to which each rank writes its reports and the reason of its end, for `python -m fsdp
@@ -596,7 +596,7 @@ def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
     """Collective, see `Watchdog.meet`.
 
     Raises:
-        RuntimeError: if there is no watchdog, or if a rank has ended.
+        RuntimeError: if there is no watchdog, or if a rank ended.
     """
     watchdog = watchdogs.get(dist.group.WORLD)
     if watchdog is not None:

@@ -2,8 +2,8 @@
 
 A `Timeline` is a sequence of operations: the host, a stream, the stream of a backend's collectives, or a message. Each
 timeline has a clock that counts its operations, and records the clocks of other timelines at its last wait for them,
-directly or indirectly (a *vector clock*). An access precedes the current operation of a timeline if the timeline has
-waited for the access. If at least one of two accesses to the same bytes is a write, one access must precede the other.
+directly or indirectly (a *vector clock*). An access precedes the current operation of a timeline if the timeline
+waited for it. If at least one of two accesses to the same bytes is a write, one access must precede the other.
 """
 
 from __future__ import annotations

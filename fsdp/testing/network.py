@@ -1,6 +1,6 @@
 """Messages between the ranks of a world, in memory, with lost messages and closed connections.
 
-As in gloo, a message is transferred after its receiver has requested it: immediately, or when the sender or receiver
+As in gloo, a message is transferred after its receiver requests it: immediately, or when the sender or receiver
 waits for it, depending on the seed. Its memory is read only at this time, so a test detects a sender that overwrites
 the memory too early.
 """
@@ -49,11 +49,11 @@ class Transfer:
 
     Args:
         what: the description of the transfer for reports.
-        peers: the ranks that are required to complete it.
+        peers: the ranks required to complete the transfer.
 
     Attributes:
-        is_done: True if the transfer has ended.
-        error: the error message if the transfer has failed; otherwise empty.
+        is_done: True after the transfer.
+        error: the error message of a failed transfer; otherwise empty.
         waiters: the waiting threads.
     """
 
@@ -173,7 +173,7 @@ class Network:
         self._asked: _Ends = {}  # requested messages before they are sent
         self.values = dist.HashStore()  # the store of all ranks
         self.store_waiters: list[Task] = []
-        self.meetings: dict[Any, Any] = {}  # collectives that not all ranks have called yet
+        self.meetings: dict[Any, Any] = {}  # incomplete collectives, with the calls of some ranks
 
     @property
     def faults_to_come(self) -> list[Fault]:

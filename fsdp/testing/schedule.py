@@ -35,8 +35,8 @@ class Schedule:
         ranks: the number of ranks.
         seed: the seed of the order.
         late: ranks that run only if no other rank can run.
-        passed: a function that is called with the previous and the next rank if they differ; -1 means no rank.
-        stuck: a function that is called in a deadlock of all threads, and must make some threads ready.
+        passed: a function, called with the previous and the next rank if they differ; -1 means no rank.
+        stuck: a function, called in a deadlock of all threads, which must make some threads ready.
 
     Attributes:
         order: the sequence of ranks that held the baton.
@@ -53,7 +53,7 @@ class Schedule:
         stuck: Callable[[], None],
     ) -> None:
         self._random = random.Random(seed)
-        # If a message has already arrived, a wait still passes the baton on with this probability (in bits), about
+        # After the arrival of a message, a wait still passes the baton on with this probability (in bits), about
         # once per collective.
         self._keeps_on = max(3, ranks.bit_length())
         self._late, self._passed, self._stuck = frozenset(late), passed, stuck
@@ -97,7 +97,7 @@ class Schedule:
             self._pass_on()
 
     def stop(self) -> None:
-        """Stop calling `passed`, because the run has ended, while abandoned ranks may still be running."""
+        """Stop calling `passed` after the run, while abandoned ranks may still be running."""
         with self._mutex:
             self._passed = lambda last, now: None
 

@@ -131,7 +131,7 @@ class StreamOrder:
         return self._streams.setdefault(key, Timeline(name))
 
     def held(self, storage: UntypedStorage) -> Held:
-        """Return the record of a storage; create one for older storages, or storages that torch has not allocated."""
+        """Return the record of a storage; create one for older storages, or storages not allocated by torch."""
         found = getattr(storage, _HELD, None)
         if found is None or found.order is not self:
             locked = storage.data_ptr() in self.page_locked  # freed memory of the host can be reused immediately
@@ -185,7 +185,7 @@ class StreamOrder:
                 self._freed.setdefault(memory.owner, []).append(memory)
 
     def access(self, operator: str, timeline: Timeline) -> Access:
-        """Return a new access, which follows all work for which the host has waited."""
+        """Return a new access, which follows all work awaited by the host."""
         if timeline is not self.host:
             timeline.wait(self.host.moment())
         return Access(operator, timeline, timeline.tick(), _places())

@@ -37,7 +37,7 @@ def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
 
     - two operators that use the same bytes without an order, if at least one of them writes;
     - freed memory that may be reused while another stream still uses it;
-    - a read of pinned host memory before a copy to it has arrived, or a write while a copy reads it;
+    - a read of pinned host memory before the arrival of a copy, or a write while a copy reads it;
     - a use of a collective's buffers before the collective was awaited.
 
     An accelerator with streams is observed. Without one, an accelerator is simulated on the CPU: tensors on `device`

@@ -36,7 +36,7 @@ class WorldError(RuntimeError):
     """Ranks of a world have raised exceptions.
 
     Attributes:
-        errors: the exceptions by rank; ranks that returned, or that a fault has ended, are not included.
+        errors: the exceptions by rank; ranks that returned, or were ended by a fault, are not included.
         results: the results of the ranks that returned, by rank.
     """
 
@@ -50,7 +50,7 @@ class World:
 
     In the function that the ranks run, `torch.distributed` is initialized, and collectives return the same bits as
     gloo. ``dist.new_group``, device meshes, `FullyShardedDataParallel`, ``fully_shard`` and checkpoints are supported.
-    A single rank runs at a time, until it waits for another rank. Each rank has separate process-wide state: random
+    A single rank runs at a time, until it waits for another rank. Each rank uses separate process-wide state: random
     number generators, the default dtype, warning filters, and environment variables such as ``RANK``. All ranks share
     imported modules and their attributes. Tensors are on the CPU.
 
@@ -92,8 +92,7 @@ class World:
 
         Raises:
             WorldError: if a rank raises an exception. Ranks that wait for this rank also raise an error.
-            RuntimeError: if a world is already running in this process, or if all ranks return before a fault has
-                occurred.
+            RuntimeError: if a world is already running in this process, or if all ranks return before a fault occurs.
         """
         if not _one_runs.acquire(blocking=False):
             by = "" if _here.rank is None else f", which is called by rank {_here.rank} of it"
@@ -169,7 +168,7 @@ class _Run:
         kept = [state.journals for state in self._states]
         self._roll_calls = [RollCall(rank, ranks, self._tell, journals) for rank, journals in enumerate(kept)]
         self._threads: list[threading.Thread] = []
-        self._groups: list[Any] = []  # all groups that were created
+        self._groups: list[Any] = []  # all created groups
         self._running = set(range(ranks))
         self._errors: dict[int, BaseException] = {}
         self._results: dict[int, Any] = {}

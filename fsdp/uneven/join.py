@@ -39,7 +39,7 @@ def join(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop has ended waits at the end of the context. Until all loops have ended, this rank joins the other
+    After its last batch, a rank waits at the end of the context. Until all loops have ended, this rank joins the other
     ranks' all-gathers and contributes zero gradients. The rank also clips, steps and zeroes its shards with the
     other ranks, using their learning rates.
 
@@ -90,8 +90,8 @@ def join(
 class Joining:
     """The state of `fsdp.join` between the first and the last batch of any rank.
 
-    While all ranks have batches, they only exchange this fact, once during each forward. As soon as a rank has no
-    batch, the other ranks announce operations that change gradients or shards, and finished ranks perform the same
+    While all ranks have batches, they only exchange this fact, once during each forward. As soon as a rank is out of
+    batches, the other ranks announce operations that change gradients or shards, and finished ranks perform the same
     operations.
     """
 

@@ -23,7 +23,7 @@ class Kind(IntEnum):
     """The kinds of messages, with the operation of the sending rank."""
 
     WAIT = auto()  # waits at position `subject`
-    FINISHED = auto()  # has no more batches, and takes part in operations of other ranks
+    FINISHED = auto()  # is out of batches, and takes part in operations of other ranks
     VISIT = auto()  # reaches region `subject`; `argument`: whether it runs the region
     FORWARD = auto()  # all-gathers unit `subject` for a forward
     BACKWARD = auto()  # all-gathers unit `subject` for a backward
@@ -79,7 +79,7 @@ class Talk:
         self._describe = describe
 
     def exchange(self, mine: Message) -> list[Message]:
-        """Collective. Return the messages of all ranks in this round; raise RuntimeError if a rank has failed."""
+        """Collective. Return the messages of all ranks in this round; raise RuntimeError if a rank failed."""
         rows = torch.tensor([mine], dtype=torch.int64, device=HOST)
         for comm in self.comms:
             everyone = rows.new_empty(rows.numel() * comm.world_size)

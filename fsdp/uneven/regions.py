@@ -44,7 +44,7 @@ from fsdp.uneven.messages import Kind, Message, Talk, bits_of
 def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Collective. Run a module on a subset of the ranks, while the other ranks take part in its collectives.
 
-    Use it, for example, for a vision tower if a batch has no images, for an expert without tokens, or to drop a layer.
+    For example, use it for a vision tower and a batch without images, an expert without tokens, or a dropped layer.
     All ranks must call this function in the forward of the outermost wrapper (or module under `fully_shard`), at the
     same place and for the same module. In a small message, the ranks exchange whether they run the module:
 
@@ -241,7 +241,7 @@ class Visits(Participation):
         self._runtime = runtime
         self._directory = Directory(runtime)
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
-        # Set during fsdp.join: performs operations of other ranks on this rank's shards, after this rank has finished.
+        # Set during fsdp.join: performs operations of other ranks on this rank's shards, if this rank is finished.
         self.joining: Callable[[Message], None] | None = None
         self.is_finished = self.are_some_finished = False  # this rank; some ranks at the start of the last forward
         self.has_after_step = False  # True if finished ranks call a user's function after a step
@@ -372,7 +372,7 @@ class Visits(Participation):
         self.tell(Message(Kind.CLIP_VALUE, 0, bits_of(clip_value)))
 
     def tell(self, message: Message) -> bool:
-        """Announce an operation that finished ranks must perform too. Return False if no rank has finished."""
+        """Announce an operation to finished ranks, which perform it too. Return False if no rank is finished."""
         if self.is_finished or not self.are_some_finished:
             return False
         self.announce(message)
@@ -408,7 +408,7 @@ class Visits(Participation):
         self._mode = min(syncs) | _WITHOUT_GRADIENTS * all(param.grad is None for param in listed)
 
     def reach(self, call: Call) -> None:
-        """Record that backward has reached a call, and serve until no rank is further from the end than this rank."""
+        """Record a call reached by backward, and serve until no rank is further from the end than this rank."""
         place = self._places.get(call, _FIRST)
         if place.visit is not None:
             if place.visit not in self._owed:
@@ -443,7 +443,7 @@ class Visits(Participation):
         return True
 
     def end_backward(self) -> None:
-        """Record the end of backward on this rank, and serve until backward has ended on all ranks."""
+        """Record the end of backward on this rank, and serve until backward ends on all ranks."""
         for visit in list(self._owed):
             for unit in visit.units if visit.runs_here else ():
                 for handle in unit.handles:
@@ -454,13 +454,13 @@ class Visits(Participation):
         self._close_backward(Kind.WAIT)
 
     def end_followed_backward(self) -> None:
-        """Collective. End a backward in which this rank only takes part, because it has finished its batches."""
+        """Collective. End a backward in which this rank only takes part, because it is out of batches."""
         self._close_backward(Kind.FINISHED)
         self._runtime.finish_backward()
         self._runtime.synchronise(GradientSync.FULL)
 
     def _close_backward(self, kind: Kind) -> None:
-        """Collective. Discard the visits that the ending backward has reached on any rank."""
+        """Collective. Discard the visits reached by the ending backward on any rank."""
         owed, self._owed = self._owed, []
         for start in range(0, len(owed), _BITS_TOLD):
             some = owed[start : start + _BITS_TOLD]
