@@ -52,42 +52,43 @@ NAMES = (
 )
 # Each difference with its reason; of names that are here and behave as torch's, nothing is said.
 DIFFERENCES = {
-    "fully_shard": "takes what torch's refuses: ties, several dtypes, no dimensions, uneven shards of any dimension; "
-    "refuses modules without a forward of their own at once",
-    "fully_shard(mesh)": "None makes no default process group by itself",
-    "fully_shard(reshard_after_forward)": "the last module of a forward keeps its parameters for backward, which "
-    "begins with it: one all-gather less",
-    "fully_shard(shard_placement_fn)": "modules with parameters on a mesh of their own are sharded modules themselves",
+    "fully_shard": "also supports ties, multiple dtypes, no dimensions, uneven shards of any dimension; raises an "
+    "error at once for modules without their own forward",
+    "fully_shard(mesh)": "None does not create a default process group",
+    "fully_shard(reshard_after_forward)": "the last module of a forward keeps its parameters for backward: one "
+    "all-gather less",
+    "fully_shard(shard_placement_fn)": "modules with parameters on a different mesh become separate sharded modules",
     "fully_shard(ignored_params)": "any iterable",
     "fully_shard(dp_mesh_dims)": "parameters may be plain tensors, or `DTensor`s on the other dimensions only",
-    "fully_shard(placements)": "torch's has no such argument",
-    "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
-    "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s meanwhile",
-    "FSDPModule.reset_iter_state": "drops reduced gradients too, as torch's since 2.15; the next forward forgets "
-    "a failed pass without it",
-    "FSDPModule.finalize_backward": "the gradients of a backward with synchronization are complete before; with "
-    "`async_op=True` too, all are complete when it returns",
-    "FSDPModule.set_manual_backward_finalization": "as `set_is_last_backward(False)`",
-    "FSDPModule.set_is_last_backward": "each backward leaves complete gradients; False makes `parameters()` list "
+    "fully_shard(placements)": "only in this library",
+    "CPUOffloadPolicy(pin_memory)": "host memory is always pinned if there is an accelerator: False is an error",
+    "FSDPModule.unshard": "meanwhile, `parameters()` of inner modules that are not sharded separately list `DTensor`s",
+    "FSDPModule.reset_iter_state": "also drops reduced gradients, like torch's since 2.15; without this call, the next "
+    "forward discards a failed pass",
+    "FSDPModule.finalize_backward": "gradients of a backward with synchronization are complete before; all gradients "
+    "are complete when the call returns, also with `async_op=True`",
+    "FSDPModule.set_manual_backward_finalization": "the same as `set_is_last_backward(False)`",
+    "FSDPModule.set_is_last_backward": "each backward leaves complete gradients; after False, `parameters()` lists "
     "unsharded parameters while gradients accumulate",
-    "FSDPModule.set_reshard_after_backward": "an optimizer step frees parameters that stay unsharded; torch's compute "
-    "with the values from before it until they are resharded",
-    "FSDPModule.set_requires_gradient_sync": "`zero_grad()` drops gradients that have accumulated unsharded, which "
-    "torch's keep; a step or clipping that would leave them out is an error",
-    "FSDPModule.set_force_sum_reduction_for_comms": "does nothing: all collectives sum",
-    "FSDPModule.set_all_reduce_hook": "the gradient is the average in every dtype; modules in one bucket are called in "
-    "their order in the model",
+    "FSDPModule.set_reshard_after_backward": "an optimizer step frees parameters that are still unsharded; torch's "
+    "modules compute with the old values until they are resharded",
+    "FSDPModule.set_requires_gradient_sync": "`zero_grad()` drops accumulated unsharded gradients, which torch's keep; "
+    "a step or clipping without them is an error",
+    "FSDPModule.set_force_sum_reduction_for_comms": "no effect: all collectives sum",
+    "FSDPModule.set_all_reduce_hook": "the gradient is the average in every dtype; the hook is called for the modules "
+    "of a bucket in their order in the model",
     "FSDPModule.set_custom_all_gather": "called with `async_op=True`",
-    "FSDPModule.set_custom_reduce_scatter": "called with `async_op=True`, and with `ReduceOp.SUM` always",
-    "FSDPModule.set_post_optim_event": "the current stream waits, in whose order all-gathers are issued",
-    "FSDPModule.set_reduce_scatter_max_input_buffers": "counts reductions that go on while another one starts",
-    "FSDPModule.set_allocate_memory_from_process_group_for_comm": "an error on NCCL, as all-gathers go "
-    "straight into the parameters' places in large units, without buffers; elsewhere no effect, as torch's",
+    "FSDPModule.set_custom_reduce_scatter": "called with `async_op=True`, and always with `ReduceOp.SUM`",
+    "FSDPModule.set_post_optim_event": "the current stream waits for the event; all-gathers are ordered after this "
+    "stream",
+    "FSDPModule.set_reduce_scatter_max_input_buffers": "the number of reductions in flight while another starts",
+    "FSDPModule.set_allocate_memory_from_process_group_for_comm": "an error on NCCL, because all-gathers of large "
+    "units write directly to the parameters' memory; elsewhere no effect, like torch's",
     "FSDPModule.set_symm_mem_for_comm": "an error, for the same reason",
-    "FSDPModule.set_unshard_in_backward": "an error of autograd if the parameters were needed",
-    "FSDPModule.set_gradient_divide_factor": "works on gloo too",
-    "FSDPModule.set_reduce_scatter_unused_params": "not needed for parameters that some ranks use",
-    "share_comm_ctx": "does nothing: there are no streams of communication",
+    "FSDPModule.set_unshard_in_backward": "an error of autograd if backward requires the parameters",
+    "FSDPModule.set_gradient_divide_factor": "also supports gloo",
+    "FSDPModule.set_reduce_scatter_unused_params": "not required for parameters that only some ranks use",
+    "share_comm_ctx": "no effect: there are no communication streams",
 }
 # Arguments of ours that have another default than torch's, with the reason; there are none.
 OTHER_DEFAULTS: dict[str, str] = {}
