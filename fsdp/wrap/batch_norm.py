@@ -12,6 +12,15 @@ from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers.sharding_strategy import LoneGroup
 from fsdp.wrap import ConfigAutoWrap, enable_wrap, module_wrap_policy
 
+_DEFAULTS = {
+    "process_group": None,
+    "mixed_precision": False,
+    "flatten_parameters": False,
+    "reshard_after_forward": False,
+    "bucket_cap_mb": 0,
+    "force_input_to_fp32": False,
+}
+
 
 def auto_wrap_bn(
     module: nn.Module,
@@ -33,7 +42,8 @@ def auto_wrap_bn(
             own, as in FairScale. This is suitable for batch norms with frozen weights.
         process_group: the group for sharding; None means all ranks.
         fsdp_config: arguments for the wrappers that replace the defaults: full precision, not flattened, not resharded
-            after forward, no buckets. Pass ``force_input_to_fp32=True`` for `nn.SyncBatchNorm` on 16-bit inputs.
+            after forward, no buckets; `single_rank_pg` and `process_group` still apply. Pass
+            ``force_input_to_fp32=True`` for `nn.SyncBatchNorm` on 16-bit inputs.
         wrap_it: If False, only set the arguments on the batch norms (as ``wrapper_config``), for a later `auto_wrap`
             with `config_auto_wrap_policy`.
         assert_on_collision: with ``wrap_it=False``, raise an error for batch norms that already have a
@@ -43,18 +53,18 @@ def auto_wrap_bn(
         The module, or the wrapper around it if it is a batch norm itself.
 
     Raises:
-        ValueError: if a batch norm already has a ``wrapper_config`` (see `assert_on_collision`).
+        ValueError: if a batch norm already has a ``wrapper_config`` (see `assert_on_collision`), or if `fsdp_config`
+            contains another process group than these arguments select.
     """
-    config = fsdp_config
-    if config is None:
-        config = {
-            "process_group": LoneGroup() if single_rank_pg else process_group,
-            "mixed_precision": False,
-            "flatten_parameters": False,
-            "reshard_after_forward": False,
-            "bucket_cap_mb": 0,
-            "force_input_to_fp32": False,
-        }
+    group = LoneGroup() if single_rank_pg else process_group
+    config: dict[str, Any] = dict(_DEFAULTS if fsdp_config is None else fsdp_config)
+    if group is not None:
+        if config.get("process_group") not in (None, group):
+            raise ValueError(
+                "auto_wrap_bn: fsdp_config contains another process_group than the arguments single_rank_pg and "
+                "process_group select. Pass only one of them."
+            )
+        config["process_group"] = group
     if wrap_it:
         with enable_wrap(module_wrap_policy(BATCH_NORMS), wrapper_cls=FullyShardedDataParallel, **config):
             return ConfigAutoWrap.recursive_wrap(module, None)[0]  # no warning for models without batch norms

@@ -196,6 +196,20 @@ def test_arguments_of_ones_own_replace_the_default_ones() -> None:
 
 
 @on_ranks(2)
+def test_a_group_that_is_chosen_by_an_argument_is_used_with_arguments_of_ones_own() -> None:
+    config = {"flatten_parameters": False}
+    group = dist.new_group()
+    assert [unit.world_size for unit in batch_norm_units(auto_wrap_bn(residual(), True, fsdp_config=config))] == [1, 1]
+    for own in (config, {**config, "process_group": group}):
+        units = batch_norm_units(auto_wrap_bn(residual(), process_group=group, fsdp_config=own))
+        assert all(unit.process_group is group for unit in units)
+    assert config == {"flatten_parameters": False}
+    for arguments in ({"single_rank_pg": True}, {"process_group": group}):
+        with pytest.raises(ValueError, match="fsdp_config contains another process_group"):
+            auto_wrap_bn(residual(), fsdp_config={"process_group": Alone()}, **arguments)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
 def test_each_rank_can_train_batch_norms_of_its_own() -> None:
     module = residual()
     model = FullyShardedDataParallel(auto_wrap_bn(module, single_rank_pg=True))
