@@ -16,7 +16,7 @@ from fsdp.distributed.gather_extension import inner_of, values_of
 from fsdp.engine.counted_data import CountedParameter
 from fsdp.engine.layout import NO_SLOTS, ContiguousLayout, Layout
 from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
-from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
+from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes, give_grad_dtype
 
 
 class ParamInfo(NamedTuple):
@@ -108,7 +108,7 @@ class FlatParameter(ListedParameter):
         data = torch.cat([param.detach().reshape(-1) for param in params])
         layout = ContiguousLayout.of(zip(names, (param.shape for param in params), strict=True), 1)
         self = cls._build(data, requires_grad, layout, attributes=attributes)
-        _give_grad_dtype(self, params[0])
+        give_grad_dtype(self, params[0])
         return self
 
     @classmethod
@@ -173,7 +173,7 @@ class FlatParameter(ListedParameter):
         )
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
-        _give_grad_dtype(self, params[0])
+        give_grad_dtype(self, params[0])
         storage.release()
         return self
 
@@ -210,7 +210,7 @@ class FlatParameter(ListedParameter):
             group=self.group,
             **others,
         )
-        _give_grad_dtype(made, self)
+        give_grad_dtype(made, self)
         return made
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
@@ -439,12 +439,6 @@ def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:
         if gradient is not None and gradient.dtype != dtype:
             param.grad, gradient = None, gradient.to(dtype)
         param.grad_dtype, param.grad = dtype, gradient
-
-
-def _give_grad_dtype(made: FlatParameter, source: Tensor) -> None:
-    """Use the gradient dtype set by a user for `source`."""
-    if source.grad_dtype != source.dtype:
-        made.grad_dtype = source.grad_dtype
 
 
 def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:

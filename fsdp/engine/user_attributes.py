@@ -26,3 +26,9 @@ def give_attributes(param: Tensor, attributes: Attributes) -> None:
     for name, value in attributes.items():
         if not hasattr(param, name):
             param.__dict__[name] = value
+
+
+def give_grad_dtype(param: Tensor, source: Tensor) -> None:
+    """Set the dtype of gradients that a user has set for those of `source`."""
+    if source.grad_dtype != source.dtype:  # otherwise the setting would outlast a cast of the parameter
+        param.grad_dtype = source.grad_dtype

@@ -24,7 +24,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
-from fsdp.engine.user_attributes import attributes_of, give_attributes
+from fsdp.engine.user_attributes import attributes_of, give_attributes, give_grad_dtype
 
 _REMEDY = (
     "Give them values first, on every rank: fsdp.materialize(model), with param_init_fn=... for modules without "
@@ -168,7 +168,7 @@ class Uninitialized:
             made = torch.empty_like(self._before, device=device, requires_grad=False)
             is_parameter = isinstance(self._before, nn.Parameter)
             made = nn.Parameter(made, self._before.requires_grad) if is_parameter else made
-            made.grad_dtype = self._before.grad_dtype
+            give_grad_dtype(made, self._before)
             give_attributes(made, attributes_of(self._before))
             mark(made)
             self.put(made)

@@ -33,7 +33,7 @@ from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import runtime_of
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
-from fsdp.engine.user_attributes import attributes_of, give_attributes
+from fsdp.engine.user_attributes import attributes_of, give_attributes, give_grad_dtype
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers import offload
 from fsdp.layers.deferred_init import trust_values
@@ -274,7 +274,7 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
             made = torch.empty_like(param, device=META)
         is_param = isinstance(made, nn.Parameter)
         memo[id(param)] = new = made if is_param else nn.Parameter(made, requires_grad=param.requires_grad)
-        new.grad_dtype = param.grad_dtype
+        give_grad_dtype(new, param)
         give_attributes(new, attributes_of(param))  # which a policy or `group_by` may read
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)

@@ -66,6 +66,17 @@ def test_modules_are_asked_once_children_first_and_only_if_something_is_directly
         assert init.modules == [core[0], core[1], trunk[0], gate, inside.entry, inside.exit, inside]
 
 
+@on_ranks(2)
+def test_a_cast_after_values_came_also_casts_the_gradients() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    fsdp.materialize(module)
+    model = FullyShardedDataParallel(module.bfloat16(), use_orig_params=True)
+    model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.bfloat16}
+
+
 @either
 def test_the_second_time_nobody_is_asked(wrap: Wrap) -> None:
     model = on_meta(mlp, wrap)
