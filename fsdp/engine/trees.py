@@ -20,7 +20,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree, {})[0]  # nearly always a tensor
 
 
-# Results by ids of trees, with references to the trees, so that ids are not used again.
+# Results by ids of containers that can contain themselves, with references to these, so that ids are not used again.
 _Seen = dict[int, tuple[Any, tuple[Any, bool]]]
 
 
@@ -29,6 +29,10 @@ def _mapped(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple[
     if isinstance(tree, Tensor):
         new = function(tree)
         return new, new is not tree
+    if isinstance(tree, tuple):
+        return _rebuilt(function, tree, seen)
+    if not isinstance(tree, (list, Mapping)) and not is_dataclass(tree):
+        return tree, False
     if torch.compiler.is_compiling():
         return _rebuilt(function, tree, seen)
     if id(tree) not in seen:
