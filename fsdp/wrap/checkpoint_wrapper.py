@@ -187,7 +187,8 @@ class _Call:
             with _mode(checkpointing=True), statistics:
                 return self._forward(*args, **kwargs)
         found = dict(zip(self._order, tensors, strict=True))
-        args, kwargs = map_tensors(lambda stand_in: found[id(stand_in)], self._template)
+        # A container inside of itself is the original, with its tensors.
+        args, kwargs = map_tensors(lambda tensor: found.get(id(tensor), tensor), self._template)
         # As in the first call, even if backward is called inside `disable_checkpointing`: inner modules must save the
         # same tensors.
         with _mode(recomputing=True, checkpointing=False, disabled=False), _statistics_kept(self._module):

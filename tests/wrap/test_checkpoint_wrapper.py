@@ -285,6 +285,21 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_in_recomputation() -> None:
     assert same == [True, True]
 
 
+@kept_or_offloaded
+def test_arguments_may_contain_themselves(offload_to_cpu: bool) -> None:
+    def compute(weight: Tensor, items: list[Any]) -> Tensor:
+        return (weight * items[0]).sin() * items[1][0].cos()
+
+    gradients = []
+    for wrap in (lambda module: module, lambda module: checkpoint_wrapper(module, offload_to_cpu=offload_to_cpu)):
+        module, inputs = wrap(Function(compute)), torch.linspace(0, 1, 3, requires_grad=True)
+        items: list[Any] = [inputs]
+        items.append(items)
+        module(items).sum().backward()
+        gradients.append((module.weight.grad, inputs.grad))
+    assert_same(*gradients)
+
+
 def test_a_module_may_change_the_containers_that_it_gets() -> None:
     lengths = []
 
