@@ -82,13 +82,9 @@ class ForwardHooks:
         inputs = args, kwargs
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
-        elif self._unit.state is TrainingState.FORWARD and self.runs(elsewhere=True):
+        elif self._unit.state is TrainingState.FORWARD and self.runs(here=False):
             self.depth += 1  # the other call continues after this call raises
-            raise RuntimeError(
-                f"rank {own_rank()}: {self._unit.name} is called while another thread is in its forward. A sharded "
-                "model unshards its parameters for one thread at a time: call it from one thread, or with a lock "
-                "around each forward and backward, in the same order on every rank."
-            )
+            raise called_by_two_threads(self._unit)
         else:
             self.depth, self._handled = 1, id(sys.exc_info()[1])
             if copies_saved_tensors():
@@ -147,15 +143,16 @@ class ForwardHooks:
         """
         return sum(1 for _ in islice(self._calls_on(sys._getframe(1)), 2)) == 2  # the first is the call that begins
 
-    def runs(self, *, elsewhere: bool = False) -> bool:
-        """Return whether the module is in a call on any thread, or (`elsewhere`) on any other thread.
+    def runs(self, *, here: bool = True, elsewhere: bool = True) -> bool:
+        """Return whether the module is in a call on this thread (`here`) or on any other thread (`elsewhere`).
 
         Hooks do not see exceptions that are not an `Exception`, for example `KeyboardInterrupt`, when they end a call.
         """
         stacks = sys._current_frames()
-        if elsewhere:
-            del stacks[threading.get_ident()]
-        return any(any(self._calls_on(stack)) for stack in stacks.values())
+        own = stacks.pop(threading.get_ident())
+        return (here and any(self._calls_on(own))) or (
+            elsewhere and any(any(self._calls_on(stack)) for stack in stacks.values())
+        )
 
     def _calls_on(self, stack: FrameType) -> Iterator[FrameType]:
         return calls_on(stack, {MODULE_CALL: self._module, ForwardHooks.around.__code__: self})
@@ -208,9 +205,18 @@ def forward_hooks_of(module: nn.Module) -> ForwardHooks:
     return hooks
 
 
-def is_called(unit: Unit) -> bool:
-    """Return whether any module of a unit is in a call, on any thread."""
-    return any(forward_hooks_of(module).runs() for module in unit.modules)
+def is_called(unit: Unit, *, here: bool = True, elsewhere: bool = True) -> bool:
+    """Return whether a module of a unit is in a call, see `ForwardHooks.runs`."""
+    return any(forward_hooks_of(module).runs(here=here, elsewhere=elsewhere) for module in unit.modules)
+
+
+def called_by_two_threads(unit: Unit) -> RuntimeError:
+    """Return the error of a call while another thread is in the forward of a unit."""
+    return RuntimeError(
+        f"rank {own_rank()}: {unit.name} is called while another thread is in its forward. A sharded model unshards "
+        "its parameters for one thread at a time: call it from one thread, or with a lock around each forward and "
+        "backward, in the same order on every rank."
+    )
 
 
 def _trained(unit: Unit) -> list[list[bool]]:

@@ -39,7 +39,7 @@ from fsdp.distributed.communicator import CollectiveError, Communicator, uncompi
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward, retains_graph
-from fsdp.engine.forward_hooks import Call, is_called
+from fsdp.engine.forward_hooks import Call, called_by_two_threads, is_called
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
@@ -166,9 +166,11 @@ class Runtime:
         global _last
         self.has_run = True
         _last = weakref.ref(self)
+        if self._running and is_called(self._running[0].unit, here=False):
+            raise called_by_two_threads(self._running[0].unit)
         self._end_running()  # the hooks have found that these forwards are over
         if self._backward is not None:
-            self._recover()
+            self._abandon_backward()
         self._outermost = unit
         self._require_own_units()
         # Not during a backward: a reduced gradient that local shards do not show yet would look like a zeroed gradient.
@@ -348,7 +350,6 @@ class Runtime:
 
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.transition_to(TrainingState.IDLE)
-        unit.yet_to_run = NO_MODULES
         self._let_go(unit)
         self.participation.fail(unit)
         if not self._running:
@@ -361,6 +362,7 @@ class Runtime:
 
     def _let_go(self, unit: Unit) -> None:
         """Reshard after a failure. Errors of collectives in flight are suppressed: an error is already being raised."""
+        unit.yet_to_run = NO_MODULES
         for handle in unit.handles:
             with suppress(RuntimeError):
                 handle.free()
@@ -678,7 +680,7 @@ class Runtime:
                 f"cannot {what} inside fsdp.join: ranks that have finished don't. Do it after the context"
             )
         if self._backward is not None:
-            self._recover()
+            self._abandon_backward()
 
     def forget(self) -> None:
         """Release all units; the next forward determines again which unit is outermost."""
@@ -701,16 +703,7 @@ class Runtime:
 
     def reset_iteration(self) -> None:
         """Discard an aborted forward or backward, and all unreduced gradients."""
-        if self.is_computing:
-            raise RuntimeError(f"cannot reset the iteration in the middle of a forward or backward of {self.root.name}")
-        self._recover()
-
-    def _recover(self) -> None:
-        """Return to idle after an aborted forward or backward, and drop unreduced gradients."""
-        self._running.clear()
-        for unit in self.units:
-            unit.transition_to(TrainingState.IDLE)
-            unit.yet_to_run = NO_MODULES
+        self.ensure_idle("reset the iteration", is_served=True)
         self._abandon_backward()
 
     def _abandon_backward(self) -> None:

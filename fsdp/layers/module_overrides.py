@@ -430,6 +430,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _call_as_forward(unit: Unit, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a unit's module, and unshard and reshard the unit as in a call of the module."""
     method = MethodType(getattr(type(module), name), module)
-    if unit.state is TrainingState.FORWARD and is_called(unit):
+    if unit.state is TrainingState.FORWARD and is_called(unit, elsewhere=False):
         return method(*args, **kwargs)
     return forward_hooks_of(module).around(method, args, kwargs)

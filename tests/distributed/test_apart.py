@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp
 from fsdp import FullyShardedDataParallel, optim_utils
 from fsdp.layers.fingerprints import sampled
 from tests.helpers.on_ranks import on_ranks
@@ -28,6 +29,9 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.inside()
+        return self.inner(x)
+
+    def encode(self, x: Tensor) -> Tensor:
         return self.inner(x)
 
 
@@ -58,16 +62,20 @@ def _fork(folder: Path) -> str:
     return place.read_text()
 
 
+@pytest.mark.parametrize("first", ["outermost", "inner"])
 @on_ranks(2)
-def test_a_second_thread_is_refused() -> None:
-    model = FullyShardedDataParallel(nn.Sequential(net := Net(), nn.Linear(4, 4)))
+def test_a_second_thread_is_refused(first: str) -> None:
+    unit = FullyShardedDataParallel(net := Net())
+    fsdp.register_fsdp_forward_method(unit, "encode")
+    model = FullyShardedDataParallel(nn.Sequential(unit, nn.Linear(4, 4)))
     model(torch.ones(1, 4)).sum().backward()
     errors: list[str] = []
 
     def call() -> None:
-        with pytest.raises(RuntimeError) as error:
-            model(torch.ones(1, 4))
-        errors.append(str(error.value))
+        for each in (model, unit, unit.encode):
+            with pytest.raises(RuntimeError) as error:
+                each(torch.ones(1, 4))
+            errors.append(str(error.value))
 
     def call_in_thread() -> None:
         thread = threading.Thread(target=call)
@@ -76,11 +84,12 @@ def test_a_second_thread_is_refused() -> None:
 
     net.inside = call_in_thread
     with torch.no_grad():
-        model(torch.ones(1, 4))  # whose call goes on
+        (model if first == "outermost" else unit)(torch.ones(1, 4))  # whose call goes on
     assert_at_rest(model)
     net.inside = lambda: None
-    assert len(errors) == 1
-    assert f"rank {dist.get_rank()}: root (Sequential) is called while another thread is in its forward." in errors[0]
+    names = ["root (Sequential)" if first == "outermost" else "0", "0", "0"]
+    for name, told in zip(names, errors, strict=True):
+        assert f"rank {dist.get_rank()}: {name} is called while another thread is in its forward." in told
     model(torch.ones(1, 4)).sum().backward()
 
 
