@@ -414,7 +414,8 @@ class DirectExchange(TorchCollectives):
     def settle(self) -> None:
         self._answered = None
         while self._sent:
-            self._sent.popleft().finish()
+            self._sent[0].finish()
+            self._sent.popleft()
 
 
 class StagedExchange(DirectExchange):

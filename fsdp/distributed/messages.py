@@ -36,14 +36,22 @@ _TAGS = (1 << 31) - _FIRST_TAG
 class Sending:
     """A shard in flight to the peers; gloo's works keep the sent tensors alive until `finish`."""
 
+    is_awaited = False
+
     def __init__(self, works: Sequence[Any], what: str) -> None:
         self._works, self._what = works, what
         self.is_finished = False
 
     def finish(self) -> None:
-        works, self._works = self._works, ()
-        finish(works, self._what)
-        self.is_finished = True
+        try:
+            finish((self,), self._what)
+        except RuntimeError:
+            self._works = ()
+            raise
+        self._works, self.is_finished = (), True
+
+    def wait(self, *limit: timedelta) -> None:
+        _await(self, self._works, limit)
 
 
 class Receiving:
@@ -111,7 +119,7 @@ class Leaving:
         Receiving._under_way.discard(self)
 
 
-def _await(message: Receiving | Leaving | _Checked, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
+def _await(message: Sending | Receiving | Leaving | _Checked, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
     """Wait for a message. After an interrupted wait, skip completed works: gloo would wait for another message."""
     is_repeated, message.is_awaited = message.is_awaited, True
     for work in works:

@@ -529,3 +529,38 @@ def test_a_wait_that_was_interrupted_is_repeated(way: str) -> None:
         dist.barrier()
     assert pending.wait().tolist() == [1.0, 2.0, 3.0]
     comm.settle()
+
+
+@pytest.mark.parametrize("way", ["direct", "checked"])
+@on_ranks(2)
+def test_a_shard_is_kept_until_its_messages_have_left_after_an_interrupt(way: str) -> None:
+    group = dist.group.WORLD
+    comm = DirectExchange(CheckedGroup(group) if way == "checked" else group)
+    shard, received = torch.ones(3), torch.zeros(3)
+    if dist.get_rank() == 0:
+        comm.exchange({}, {1: [shard]}, "exchange", 1)
+        (sent,) = [sending._works for sending in comm._sent]
+        with mock.patch.object(comm._sent[0], "_works", [Interrupting(), *sent]):
+            with pytest.raises(KeyboardInterrupt):
+                comm.settle()
+            comm.settle()
+        shard.zero_()
+    else:
+        time.sleep(0.5)
+        comm.exchange({0: [received]}, {}, "exchange", 1).wait()
+        assert received.tolist() == [1.0] * 3
+    dist.barrier()
+
+
+class Interrupting:
+    """A message whose first wait is interrupted."""
+
+    was_awaited = False
+
+    def wait(self, *limit: Any) -> None:
+        if not self.was_awaited:
+            self.was_awaited = True
+            raise KeyboardInterrupt
+
+    def is_completed(self) -> bool:
+        return True
