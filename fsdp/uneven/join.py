@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -170,7 +171,8 @@ class Joining:
     def _share_options(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Collective. Return the options of the ranks that step; finished ranks pass an empty list."""
         given = [found for found in from_everyone(self._visits.talk.comms, own) if found]
-        if any(other != given[0] for other in given[1:]):
+        # By their bytes as well: NaN, arrays and objects of users have no other equality.
+        if any(pickle.dumps(other) != pickle.dumps(given[0]) and other != given[0] for other in given[1:]):
             raise RuntimeError(
                 "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "
                 "cannot know theirs. Set the same options of the optimizer on all ranks."

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -397,6 +398,18 @@ def _raise_in_join(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with fsdp.join(model, optimizer):
         model(torch.ones(2, 5)).sum().backward()
         raise KeyError("on purpose")
+
+
+class Option:
+    """An option of an optimizer that knows no equality but its identity."""
+
+
+@on_ranks(3)
+def test_options_that_do_not_compare_by_value_may_be_the_same_on_all_ranks() -> None:
+    model = nested_mlp(fully_sharded())
+    groups = [{"params": list(model.parameters()), "nan": float("nan"), "numbers": np.ones(2), "option": Option()}]
+    _step_in_join(model, torch.optim.SGD(groups, lr=0.1), 2 if dist.get_rank() else 1)
+    assert_at_rest(model)
 
 
 @on_ranks(3)
