@@ -429,10 +429,11 @@ def _tell(addresses: Mapping[int, Address], message: Message) -> dict[int, Messa
     """
     answers = {rank: _no_answer(address) for rank, address in addresses.items()}
     until = time.monotonic() + _ANSWER
-    with selectors.DefaultSelector() as ready, ExitStack() as stack:
+    # Errors of this process, such as too many open files, leave ranks without an answer.
+    with suppress(OSError), selectors.DefaultSelector() as ready, ExitStack() as stack:
         for rank, address in addresses.items():
-            connection = socket.socket(socket.AF_INET6 if ":" in address.ip else socket.AF_INET)
-            stack.enter_context(connection).setblocking(False)
+            connection = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in address.ip else socket.AF_INET))
+            connection.setblocking(False)
             try:
                 with suppress(BlockingIOError):
                     connection.connect((address.ip, address.port))
@@ -440,8 +441,9 @@ def _tell(addresses: Mapping[int, Address], message: Message) -> dict[int, Messa
                 ready.register(connection, selectors.EVENT_WRITE, _Talk(rank, unsent))
             except OSError as error:
                 answers[rank] = _no_answer(address, error)
-        while ready.get_map() and (left := until - time.monotonic()) > 0:
-            for key, _ in ready.select(left):
+        # What has arrived is read even if this thread had to wait so long for a core.
+        while ready.get_map() and (events := ready.select(max(0.0, until - time.monotonic()))):
+            for key, _ in events:
                 connection, talk = cast(socket.socket, key.fileobj), key.data
                 try:
                     is_over = talk.go_on(connection)

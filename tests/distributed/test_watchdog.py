@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -307,13 +309,32 @@ def test_the_socket_is_on_the_loopback_device_or_the_interface_of_the_group(
     assert watchdog._own_ip(2, store) == address
 
 
-def test_a_rank_behind_the_loopback_device_of_another_machine_is_not_said_to_be_gone() -> None:
+@pytest.fixture
+def gone() -> Iterator[watchdog.Address]:
+    """The address of a process that has ended."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        address = watchdog.Address(socket.gethostname(), 1, "127.0.0.1", unused.getsockname()[1], "")
-        answers = watchdog._tell({1: address, 2: address._replace(host="another")}, {})
-        assert answers[1] == watchdog._GONE
-        assert "cannot be reached (process 1 on another)" in answers[2]
+        yield watchdog.Address(socket.gethostname(), 1, "127.0.0.1", unused.getsockname()[1], "")
+
+
+def test_a_rank_behind_the_loopback_device_of_another_machine_is_not_said_to_be_gone(gone: watchdog.Address) -> None:
+    answers = watchdog._tell({1: gone, 2: gone._replace(host="another")}, {})
+    assert answers[1] == watchdog._GONE
+    assert "cannot be reached (process 1 on another)" in answers[2]
+
+
+def test_an_answer_that_is_there_counts_however_late_it_is_read(
+    gone: watchdog.Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_ANSWER", 0.0)
+    assert watchdog._tell({1: gone}, {}) == {1: watchdog._GONE}
+
+
+@pytest.mark.parametrize("lack", [(socket, "socket"), (selectors, "DefaultSelector")], ids=["socket", "selector"])
+def test_a_process_that_can_open_no_more_files_has_no_answers(lack: tuple[Any, str], gone: watchdog.Address) -> None:
+    with mock.patch.object(*lack, side_effect=OSError(errno.EMFILE, "too many open files")):
+        answers = watchdog._tell({1: gone}, {})
+    assert "cannot be reached" in answers[1]
 
 
 @pytest.mark.parametrize("patience", [0, -1.0])
