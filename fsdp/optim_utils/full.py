@@ -12,7 +12,7 @@ from torch import nn
 from fsdp.distributed.communicator import some_of
 from fsdp.engine.names import plain_name
 from fsdp.engine.unit import unit_of_wrapper
-from fsdp.layers.listed_shards import params_of
+from fsdp.layers.listed_shards import named_shards, params_of
 from fsdp.layers.optimizer_states import SHARDS_OF
 from fsdp.optim_utils.params import Parameters, Place, parameters_of
 from fsdp.optim_utils.state import ELEMENTWISE, flat_state, options_of
@@ -149,7 +149,7 @@ def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
 
     Without an optimizer (`optim`), the numbers are those for ``module.parameters()``.
     """
-    names = {param: plain_name(name) for name, param in module.named_parameters()}
+    names = {param: plain_name(name) for name, param in named_shards(module).items()}
     if optim is None:
         return {name: number for number, name in enumerate(names.values())}
     held = params_of(optim)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, auto_wrap_bn, optim_utils
 from fsdp.optim_utils.params import parameters_of
 from tests.helpers.equality import assert_close, assert_same
+from tests.helpers.forms import trained_rows
 from tests.helpers.hybrid import mesh_of as replica_mesh
 from tests.helpers.hybrid import neighbours
 from tests.helpers.models import nested_mlp
@@ -288,6 +289,14 @@ def test_tensor_parallel_parameters_are_whole(form: dict[str, Any]) -> None:
     assert_same(_elements(fresh), _elements(optimizer))
     full = model.gather_full_optim_state_dict(optimizer)
     assert (full is not None) == is_first
+
+
+@on_ranks(2)
+def test_states_are_rekeyed_while_modules_are_unsharded() -> None:
+    model, optimizer = trained_rows(lambda model: torch.optim.Adam(model.parameters()))
+    expected = optim_utils.rekey_optim_state_dict(optimizer.state_dict(), model, "names", optimizer)
+    model[0].unshard()
+    assert_same(optim_utils.rekey_optim_state_dict(optimizer.state_dict(), model, "names", optimizer), expected)
 
 
 @on_ranks(2)
