@@ -68,9 +68,9 @@ class FullyShardedDataParallel(Wrapper):
             `DeviceMesh` whose dim 0 replicates and dim 1 shards, is hybrid sharding. A 1-D mesh is used as its group.
             For `DTensor` parameters (tensor parallelism), the group of the data-parallel dimension. For a world size
             of 1, an object with ``rank()`` and ``size()`` is enough, without `torch.distributed`.
-        process_group_reduce_scatter: the ranks to sum gradients over, of the same size (otherwise `process_group` is
-            used, with a warning). Default: on NCCL, a second communicator, so that reductions and all-gathers overlap;
-            on other backends, or with a user's `process_group`, the same group.
+        process_group_reduce_scatter: the group to sum gradients over, of the same ranks in the same order (for another
+            size, `process_group` is used, with a warning). Default: on NCCL, a second communicator, so that reductions
+            and all-gathers overlap; on other backends, or with a user's `process_group`, the same group.
         group_by: called with each parameter's name (from `module`) and the parameter. Parameters with the same
             returned value share a flat parameter, whose attribute ``group`` is this value.
         ignored_modules: modules in `module` that are ignored, including all modules inside them: not sharded, not
