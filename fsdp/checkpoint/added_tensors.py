@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.devices import byte_view
 from fsdp.engine.originals import is_ours
 from fsdp.layers.managed_params import is_packed
 
@@ -89,5 +90,5 @@ def take_back(module: nn.Module, path: str, entries: dict[str, Tensor], key: str
 
 
 def _have_equal_bytes(one: Tensor, other: Tensor) -> bool:
-    first, second = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    first, second = (byte_view(each.detach().contiguous()) for each in (one, other))
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(first, second)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp.checkpoint.safetensors import DTYPES, KINDS
 from fsdp.checkpoint.untrusted import readable, short
+from fsdp.distributed.devices import byte_view
 
 _TUPLE, _DICT, _TENSOR, _BYTES, _FLOAT = "~tuple", "~dict", "~tensor", "~bytes", "~float"
 _COUNTER = "~counter"
@@ -73,7 +74,7 @@ def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
             f"{where} is a tensor of {value.nbytes} bytes: the values of a checkpoint are small (at most "
             f"{MAX_TENSOR_BYTES} bytes each). Register it as a buffer of the model."
         )
-    flat = value.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = byte_view(value.cpu().resolve_conj().resolve_neg().contiguous())
     return [KINDS[value.dtype], list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
 
 

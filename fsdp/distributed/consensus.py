@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from fsdp.distributed.communicator import (
     own_rank,
     timeout_of,
 )
+from fsdp.distributed.devices import byte_view
 
 _T = TypeVar("_T")
 _Told = TypeVar("_Told")
@@ -113,7 +113,7 @@ def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
     """Collective. Overwrite a contiguous tensor with the tensor of the first rank of `ranks`, and return it."""
     for comm in reversed(ranks):  # so that the first rank of each group receives the tensor before sending it
         if comm.world_size > 1 and tensor.numel():
-            comm.broadcast(tensor.view(-1).view(torch.uint8)).wait()
+            comm.broadcast(byte_view(tensor)).wait()
     return tensor
 
 

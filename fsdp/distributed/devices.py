@@ -278,6 +278,12 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return memoryview(found)
 
 
+def byte_view(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as a vector of bytes."""
+    # A single element is contiguous with any stride, and a view as bytes requires 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 # An option of glibc: blocks larger than this threshold are mapped separately, and unmapped when they are freed.
 _M_MMAP_THRESHOLD = -3
 

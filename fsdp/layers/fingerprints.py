@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.devices import byte_view
 from fsdp.distributed.dtensor import local_part
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import FlatParameter
@@ -47,7 +48,7 @@ def block_sums(tensor: Tensor) -> Tensor:
     word is first mixed into the lower half, because the topmost bit is otherwise lost in the product.
     """
     # As bytes, because a parameter may begin or end in the middle of a word.
-    data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    data = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
     weights = _weights(data.device, _WORDS)
     sums: list[Tensor] = []
     block = 8 * _WORDS * _BLOCKS.get(data.device.type, _BLOCKS_ELSEWHERE)

@@ -51,7 +51,7 @@ def take_states_of_first(
     with torch.no_grad():
         for tensor in (tensor for tensor, waits in zip(current, waiting, strict=True) if not waits):
             local = local_part(tensor).detach()
-            values = sent_by_first(ranks, local.to(device).contiguous().resolve_conj())
+            values = sent_by_first(ranks, local.to(device).contiguous().resolve_conj().resolve_neg())
             if values.data_ptr() != local.data_ptr():
                 once = tuple(slice(None if stride else 1) for stride in local.stride())  # of an expanded tensor
                 local[once].copy_(values[once])

@@ -27,9 +27,9 @@ from torch import Tensor
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import Group, backend_names, own_rank
 from fsdp.distributed.consensus import done_by_all, from_everyone
-from fsdp.distributed.devices import HOST, finish_queued
+from fsdp.distributed.devices import HOST, byte_view, finish_queued
 from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
-from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_parts
+from fsdp.state_dict_utils.gather import Gathering, odd_parts
 from fsdp.state_dict_utils.host_memory import require_pinning
 from fsdp.state_dict_utils.stager import PendingCopy, StateDictStager, origins, restore
 from fsdp.state_dict_utils.tree import (
@@ -506,7 +506,7 @@ class _Arrivals:
         else:
             tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
         if info.nbytes:
-            self._comm.broadcast(as_bytes(tensor)).wait()
+            self._comm.broadcast(byte_view(tensor)).wait()
         return tensor
 
     def _together(self, message: list[Tensor]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group
+from fsdp.distributed.devices import byte_view
 from fsdp.distributed.dtensor import DimSharding, MeshPart, arrived, local_part
 
 _WHAT = "the gather of a state dict"
@@ -102,7 +103,7 @@ def _joined(
     comm: Communicator, sharding: DimSharding, piece: Tensor, places: list[int], wants: list[bool]
 ) -> Tensor | None:
     """Send each part to the ranks that need it, directly into the result if its destination is contiguous."""
-    outgoing = {rank: [as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
+    outgoing = {rank: [byte_view(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
     incoming: dict[int, list[Tensor]] = {}
     beside: list[tuple[Tensor, Tensor]] = []
     full: Tensor | None = None
@@ -117,7 +118,7 @@ def _joined(
             elif target.numel():
                 # Not empty_like, which would keep the strides.
                 received = target if target.is_contiguous() else target.new_empty(target.shape)
-                incoming[rank] = [as_bytes(received)]
+                incoming[rank] = [byte_view(received)]
                 beside.append((target, received))
     # As bytes: no backend supports all dtypes, and there is no arithmetic.
     comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, "state dict").wait()
@@ -134,11 +135,6 @@ def _places(part: MeshPart, sharding: DimSharding, ranks: list[int]) -> list[int
     del line[sharding.mesh_dim]
     in_mesh = lines[tuple(line)].tolist()
     return [in_mesh.index(rank) for rank in ranks]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as a vector of bytes, which any backend sends; shares memory."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def odd_parts(tensor: Tensor) -> str | None:

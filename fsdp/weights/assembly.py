@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator, Pending
-from fsdp.distributed.devices import is_host
+from fsdp.distributed.devices import byte_view, is_host
 from fsdp.weights.plan import Holding, Run, WeightPlan, aligned
 
 
@@ -49,7 +49,7 @@ class Shards:
     def bytes_of(self, run: Run) -> Tensor:
         """Return the bytes of a run: a view of the shard if the shard has the dtype and the device of the bucket."""
         values = self._values(run).to(self.device, self.plan.dtype_of(run))
-        return values.reshape(-1).view(torch.uint8)
+        return byte_view(values.contiguous())
 
     def _values(self, run: Run) -> Tensor:
         values = self._vectors[run.piece.tensor][run.start : run.start + run.box.numel]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state, tied_state
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same_state
+from tests.helpers.forms import FORMS, sharded
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.offload import with_folder
 from tests.helpers.on_ranks import on_ranks
@@ -406,3 +408,32 @@ def test_a_tensor_dimension_of_one_rank_is_saved_as_if_there_were_none(tmp_path:
     fsdp.load(path, loaded)
     for found in (load_file(path / "model.safetensors")["0"], loaded.state_dict()["0"]):
         assert torch.equal(found, torch.full((4, 2), 2.0))
+
+
+class Strided(nn.Linear):
+    """Has a parameter and a buffer of one element, which are contiguous with a stride of 2."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 1)
+        nn.init.constant_(self.weight, value)
+        self.bias = nn.Parameter(self.weight.detach()[:, 0].clone())
+        self.register_buffer("scale", self.bias.detach().clone())
+        assert (self.bias.stride(), self.scale.stride()) == ((2,), (2,))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_a_single_element_may_have_any_stride(tmp_path: Path, form: str) -> None:
+    values = {"tensor": torch.ones(1, 2)[:, 0]}
+    model, loaded, received = sharded(Strided(2.0), form), sharded(Strided(3.0), form), dict[str, Tensor]()
+    model(torch.ones(1, 2)).sum().backward()
+    fsdp.save(tmp_path / "run", model, values=values)
+    assert fsdp.load(tmp_path / "run", loaded).values["tensor"].tolist() == [1.0]
+    is_first = dist.get_rank() == 0
+
+    def take(tensors: dict[str, Tensor]) -> None:
+        received.update({name: one.clone() for name, one in tensors.items()})
+
+    fsdp.stream_weights(loaded, take if is_first else None, bucket_bytes=1 << 20, buffers=True)
+    expected = {"weight": [2.0], "bias": [2.0], "scale": [2.0]}
+    assert {name: value.unique().tolist() for name, value in received.items()} == (expected if is_first else {})

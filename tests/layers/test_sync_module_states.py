@@ -105,11 +105,13 @@ def test_buffers_whose_elements_share_memory_or_are_conjugated() -> None:
     module = nn.Linear(3, 3)
     module.register_buffer("expanded", torch.full((3, 1), float(own)).expand(2, 3, 4))
     module.register_buffer("conjugated", torch.full((2,), complex(own, own)).conj())
+    module.register_buffer("negated", torch.full((1,), complex(own, own)).conj().imag)
     FullyShardedDataParallel(module, sync_module_states=True)
     buffers: Any = dict(module.named_buffers())
     assert buffers["expanded"].unique().tolist() == [1]
     assert buffers["expanded"].stride() == (0, 1, 0)
     assert buffers["conjugated"].tolist() == 2 * [1 - 1j]
+    assert buffers["negated"].tolist() == [-1]
 
 
 @on_ranks(2)
