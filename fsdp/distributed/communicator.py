@@ -378,7 +378,8 @@ def finish(works: Sequence[Any], what: str) -> None:
     except RuntimeError as error:
         raise incomplete(what, error) from error
     finally:
-        del waits[thread], _awaited[thread]
+        waits.pop(thread, None)  # removed already if a signal handler has called a collective
+        _awaited.pop(thread, None)
     now = time.monotonic()
     # After long computation between two waits, ranks may be further apart.
     since_last = 0.0 if beside else min(now - _resumed.get(thread, since), _LONG)

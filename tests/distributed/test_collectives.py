@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,7 +29,7 @@ from fsdp.distributed.collectives import (
     TorchCollectives,
     communicator,
 )
-from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group
+from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group, finish
 from fsdp.distributed.messages import CheckedGroup, Receiving, wire_tag
 from fsdp.distributed.switches import SHARED_MEMORY
 from fsdp.layers.sharding_strategy import group_apart, group_to_reduce_over
@@ -564,3 +565,16 @@ class Interrupting:
 
     def is_completed(self) -> bool:
         return True
+
+
+@on_ranks(2)
+def test_a_signal_handler_may_call_a_collective_while_the_rank_waits() -> None:
+    comm = communicator(dist.group.WORLD, CPU)
+    heard: list[list[bytes]] = []
+    work = SimpleNamespace(wait=lambda *_: signal.raise_signal(signal.SIGUSR2))  # when a wait of gloo returns
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append(comm.all_gather_bytes(b"in a handler")))
+    try:
+        finish([work], "all-gather of 0")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == [[b"in a handler"] * 2]
