@@ -86,7 +86,9 @@ class Receiving:
     @classmethod
     def forget(cls, group: Any) -> None:
         """Release the pending messages of a group with closed connections, because they no longer arrive."""
-        cls._under_way = {each for each in cls._under_way if behind(each._group) is not group}
+        for each in list(cls._under_way):  # to which other threads add theirs
+            if behind(each._group) is group:
+                cls._under_way.discard(each)
 
     @property
     def sender(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,23 @@ def test_a_group_that_torch_cannot_connect_anew_again_is_an_error(
     messages.renew(group)
     with pytest.raises(RuntimeError, match=r"group .* anew 2 times, .*start the job again from its last check"):
         messages.renew(group)
+
+
+def test_messages_that_another_thread_receives_stay_when_a_group_is_connected_anew() -> None:
+    group, other = (SimpleNamespace(recv=lambda *_: SimpleNamespace(wait=lambda *_: None)) for _ in range(2))
+    later: list[messages.Receiving] = []
+
+    class Watched(messages.Receiving):
+        """A message during whose examination another thread begins to receive."""
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "_group" and not later:
+                later.append(messages.Receiving(other, messages.blank(1), 0, 1))
+            return super().__getattribute__(name)
+
+    given_up = Watched(group, messages.blank(1), 0, 1)
+    messages.Receiving.forget(group)
+    assert given_up not in messages.Receiving._under_way
+    assert later[0] in messages.Receiving._under_way
+    later[0].wait()
+    assert later[0] not in messages.Receiving._under_way
