@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class FlattenParamsWrapper(Wrapper):
         found = collect(module) if param_list is None or len(param_list) else {}
         groups = _as_groups(list(found) if param_list is None else param_list)
         self._check_groups(groups, found, type(module).__name__)
-        suffixes = [str(number) for number in range(len(groups))] if flat_param_names is None else flat_param_names
+        suffixes = free_suffixes(module, len(groups)) if flat_param_names is None else flat_param_names
         if len(suffixes) != len(groups) or len(set(suffixes)) != len(suffixes):
             raise ValueError(
                 f"flat_param_names must be unique and one per group of parameters: got {list(suffixes)} for "
@@ -300,6 +301,12 @@ class FlattenParamsWrapper(Wrapper):
         if copied.is_flattened and _VIEWS in copied._fpw_module.__dict__:
             copied._show_views()
         return copied
+
+
+def free_suffixes(module: nn.Module, count: int) -> list[str]:
+    """Return the first numbers for the names of flat parameters, without those of attributes of the module."""
+    numbers = (str(number) for number in itertools.count() if not hasattr(module, f"flat_param_{number}"))
+    return list(itertools.islice(numbers, count))
 
 
 def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:

@@ -28,7 +28,7 @@ from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_of
-from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper, free_suffixes
 from fsdp.layers.foreign_names import refuse_torchs_units
 from fsdp.layers.managed_params import (
     Found,
@@ -315,7 +315,7 @@ class WrapperForm:
         for flat_param, (key, _) in zip(flat_params, groups, strict=True):
             flat_param.group = key
         take_over({param: found[param] for _, params in groups for param in params}, flat_params, unit.name)
-        suffixes = [str(number) for number in range(len(flat_params))]
+        suffixes = free_suffixes(unit.module, len(flat_params))
         self._holder.hold(flat_params, places, suffixes, is_listed=not self._shows_originals)
         if self._shows_originals:
             return [Shard(*one, new_listed=OrigParams) for one in zip(flat_params, places, strict=True)]

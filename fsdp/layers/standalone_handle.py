@@ -26,6 +26,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.storage import ShardStorage
 from fsdp.engine.unit import units_of
 from fsdp.layers.fingerprints import take_fingerprints
+from fsdp.layers.flatten_params_wrapper import free_suffixes
 from fsdp.layers.managed_params import collect, names_of
 from fsdp.layers.options import Options
 from fsdp.layers.shard_module import ALIGNED, meet_torch, refuse_fake_tensors
@@ -111,7 +112,7 @@ class StandaloneHandle(FlatParamHandle):
         if use_orig_params:
             shard = Shard(flat_param, places, new_listed=OrigParams)
         else:
-            shard = Shard(flat_param, places, [(module, _free_name(module))])
+            shard = Shard(flat_param, places, [(module, f"flat_param_{free_suffixes(module, 1)[0]}")])
         predivide = Options().predivide_factor(comm.world_size)
         policy = Policy(False, False, False, predivide=predivide, postdivide=comm.world_size / predivide)
         super().__init__(shard, comm, comm, LONE_RANK, precision, policy)
@@ -172,10 +173,3 @@ def _places_of(params: Iterable[nn.Parameter], module: nn.Module) -> dict[nn.Par
             )
     refuse_unlike(wanted, names_of(wanted, found))
     return {param: found[param] for param in wanted}
-
-
-def _free_name(module: nn.Module) -> str:
-    number = 0
-    while hasattr(module, f"flat_param_{number}"):
-        number += 1
-    return f"flat_param_{number}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -160,3 +161,43 @@ def test_an_option_that_is_assigned_after_wrapping_is_an_error(option: str) -> N
     with pytest.raises(AttributeError, match=f"{option} of a FullyShardedDataParallel is settled when.* constructor"):
         setattr(model, option, before)
     assert getattr(model, option) == before
+
+
+class Named(nn.Module):
+    """A module that has the name of a flat parameter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        values: dict[str, Any] = {"module": nn.Linear(3, 3), "parameter": nn.Parameter(torch.ones(3)), "attribute": 2.0}
+        if kind == "buffer":
+            self.register_buffer("flat_param_0", torch.ones(3))
+        else:
+            self.flat_param_0 = values[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return self.flat_param_0(hidden) if isinstance(self.flat_param_0, nn.Module) else hidden * self.flat_param_0
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("wrap", [FullyShardedDataParallel, FlattenParamsWrapper])
+@on_ranks(2)
+def test_a_module_may_have_the_name_of_a_flat_parameter(wrap: Callable[[nn.Module], Any], kind: str) -> None:
+    torch.manual_seed(0)
+    plain = Named(kind)
+    model = wrap(copy.deepcopy(plain))
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(X).square().sum().backward()
+        optimizer.step()
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+    if wrap is FullyShardedDataParallel:
+        shards = model.local_state_dict()
+        assert {"flat_param_1"} == {name for name in shards if not name.startswith(("flat_param_0", "layer"))}
+        model.load_local_state_dict(shards)
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(X), plain(X))
