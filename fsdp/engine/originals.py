@@ -75,7 +75,7 @@ def note_stale(
 
 def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
     """Record the new flat parameters of the originals: by number, the new flat parameter and the number in it."""
-    for key, taken in _taken.items():
+    for key, taken in list(_taken.items()):  # a garbage collection may remove some
         if taken.flat_param is not None and taken.flat_param() is old and taken.slot in now:
             flat_param, slot = now[taken.slot]
             times_taken[0] += 1
@@ -137,7 +137,7 @@ def refuse_held(root: nn.Module) -> None:
 
     Warn if an attribute of another parameter refers to an original, which may be a mark that no computation reads.
     """
-    originals = {key: taken for key, taken in _taken.items() if taken.is_used}
+    originals = {key: taken for key, taken in list(_taken.items()) if taken.is_used}
     for path, module in root.named_modules() if originals else ():
         values = [(name, value, False) for name, value in module.__dict__.items() if name not in _OF_MODULES]
         marks = [(name, attributes, True) for name, attributes in _set_on_parameters(module)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdp
 from fsdp.engine.kept_shard import KeptShard
+from fsdp.engine.originals import follow_flat_param
 from fsdp.engine.unit import unit_of
 from fsdp.layers.host_copy import HostCopy
 from tests.helpers.dtensor_twins import adamw_one_by_one, assert_at_rest
@@ -183,3 +184,20 @@ def test_a_module_that_cannot_share_its_tied_parameter_stays_as_it_was(what: str
         fsdp.fully_shard(model, mp_policy=narrow)
         model(torch.tensor([1])).sum().backward()
         assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_originals_may_be_freed_while_the_rank_looks_for_one_that_is_tied() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    held = list(model.parameters())  # as by an optimizer that was made too early
+    fsdp.fully_shard(model)
+    (handle,) = fsdp.flat_param_handles(model)
+
+    class Numbers(dict[int, Any]):
+        def __contains__(self, slot: object) -> bool:
+            held.clear()  # a garbage collection, which may run at any time
+            return super().__contains__(slot)
+
+    follow_flat_param(handle.flat_param, Numbers({0: (handle.flat_param, 0)}))
+    assert model(torch.ones(1, 4)).shape == (1, 4)
