@@ -315,8 +315,9 @@ class Unit:
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """Hook of the handle: the gradient of a leaf is complete."""
-        for notify in self.observers.gradient if leaf.grad is not None else ():
-            notify(handle, slot, leaf.grad)
+        for notify in self.observers.gradient:
+            if leaf.grad is not None and leaf.grad.layout is torch.strided:  # others are refused
+                notify(handle, slot, leaf.grad)
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
             self.runtime.ensure_backward()  # used outside of its unit's forward, or in a backward during it
         # Checked at the first gradient of a backward. If parameters are sharded, this gradient did not read them.

@@ -75,3 +75,17 @@ def test_nothing_is_looked_at_outside() -> None:
 def test_a_model_that_is_not_sharded_has_nothing_to_look_at() -> None:
     with pytest.raises(ValueError, match="nothing in this Linear is sharded"), fsdp.detect_nonfinite(nn.Linear(1, 1)):
         pass
+
+
+@pytest.mark.parametrize("observe", ["detect_nonfinite", "record_fingerprints"])
+@pytest.mark.parametrize("form", ["flat", "rows"])
+@on_ranks(2)
+def test_a_sparse_gradient_is_the_same_error_inside_an_observation(tmp_path: Path, form: str, observe: str) -> None:
+    torch.manual_seed(0)
+    model = sharded(nn.Sequential(nn.Embedding(4, 4, sparse=True)), form)
+    contexts = {
+        "detect_nonfinite": fsdp.detect_nonfinite(model),
+        "record_fingerprints": fsdp.record_fingerprints(model, tmp_path / "recording"),
+    }
+    with contexts[observe], pytest.raises(RuntimeError, match=r"0\.weight has a gradient of layout torch\.sparse_coo"):
+        model(torch.tensor([0, 1])).sum().backward()
