@@ -151,14 +151,17 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
             for key in keys:
                 state[key] = _without_values(state[key])
         elif not keep_vars:
-            live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
+            beside = (*others, *unit.module.buffers())
+            live = {local_part(tensor).data_ptr() for tensor in beside if tensor.layout is torch.strided}
             _gather_dtensors(state, unit, prefix, keys)
             params = {prefix + key for key in keys_of(unit)}
             left = exported_around(unit)
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
             for key in keys:
                 value = state[key]
-                if value.data_ptr() not in left:
+                if value.layout is not torch.strided:  # its elements are in several tensors
+                    state[key] = value.to(form.device, copy=True)
+                elif value.data_ptr() not in left:
                     if type(value) not in (Tensor, nn.Parameter):  # a tensor subclass, which is a copy already
                         state[key] = value.to(form.device) if form.device else value
                         continue

@@ -348,7 +348,8 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
             if id(value._held) in apart:
                 value._held.apart.add(key)
         elif isinstance(value, Tensor):
-            place = (local_part(value).data_ptr(), value.shape, value.stride(), value.dtype)
+            is_dense = value.layout is torch.strided
+            place = (local_part(value).data_ptr(), value.shape, value.stride(), value.dtype) if is_dense else key
             if place not in copies or value.numel() == 0:
                 copies[place] = value.detach().clone()
             state[key] = copies[place]

@@ -5,6 +5,7 @@ Most tests run on `Zoo`, which holds everything that a state dict can hold, and 
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,24 @@ def test_the_state_is_owned() -> None:
     kept = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
     train(model)
     assert all(torch.equal(before[name], value) for name, value in kept.items()), "training may not change it"
+
+
+@pytest.mark.parametrize("to_sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@on_ranks(2)
+def test_sparse_buffers_are_owned_copies(to_sparse: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: this layout is in beta state
+        module.register_buffer("adjacency", to_sparse(torch.eye(3)))
+    model = fully_sharded()(module)
+    for state in (model.state_dict(), model.sharded_state_dict()):
+        copied = state["adjacency"]
+        assert copied.layout is module.adjacency.layout
+        copied.values().zero_() if copied.layout is torch.sparse_csr else copied._values().zero_()
+        assert torch.equal(module.adjacency.to_dense(), torch.eye(3))
+    at_first = model.state_dict(rank0_only=True)
+    assert list(at_first) == (["weight", "bias", "adjacency"] if dist.get_rank() == 0 else [])
 
 
 @on_ranks(2)
