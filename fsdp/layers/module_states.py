@@ -37,11 +37,18 @@ def take_states_of_first(
     Raises:
         RuntimeError: if the ranks have different parameters or buffers, with the first rank that differs; if another
             rank has values of a tensor, but rank 0 does not.
+        TypeError: for sparse buffers.
     """
     listed = [_Listed(places[0].fqn, param, [place[:2] for place in places]) for param, places in found.items()]
     listed += _buffers(module, ignored)
     if all(comm.world_size == 1 for comm in ranks):
         return found
+    for one in listed:
+        if one.tensor.layout is not torch.strided:
+            raise TypeError(
+                f"sync_module_states=True: {one.name} is a {one.tensor.layout} tensor, and only dense ones are sent. "
+                "Register its indices and values as buffers, and create it from them in forward"
+            )
     waiting = [False] * len(listed)
     if peers_answer(ranks):
         described = [f"{one.name}{list(one.tensor.shape)} {one.tensor.dtype}" for one in listed]

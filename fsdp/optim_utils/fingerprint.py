@@ -160,8 +160,9 @@ def _of_value(value: Any, whose: str) -> int:
     """Return the fingerprint of a value that is complete on this rank; `whose` is its name in messages."""
     if not isinstance(value, Tensor):
         return text_bits(repr(value))
-    if type(value := value.detach()) is not Tensor:
-        raise NotImplementedError(f"{whose} is a {type(value).__name__}, whose bits are not known here")
+    if type(value := value.detach()) is not Tensor or value.layout is not torch.strided:
+        kind = f"{value.layout} tensor" if type(value) is Tensor else type(value).__name__
+        raise NotImplementedError(f"{whose} is a {kind}, whose bits are not known here")
     return text_bits(f"{value.dtype} {tuple(value.shape)}") * fingerprint_of_range(value, 0)
 
 

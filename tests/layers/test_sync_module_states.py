@@ -115,6 +115,16 @@ def test_buffers_whose_elements_share_memory_or_are_conjugated() -> None:
 
 
 @on_ranks(2)
+def test_a_sparse_buffer_is_named_before_anything_is_sent() -> None:
+    module = nn.Linear(3, 3)
+    module.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"sync_module_states=True: adjacency is a torch\.sparse_coo tensor, .*indices"):
+        FullyShardedDataParallel(module, sync_module_states=True)
+    module.adjacency = torch.eye(3)
+    FullyShardedDataParallel(module, sync_module_states=True)
+
+
+@on_ranks(2)
 def test_what_is_ignored_is_left_alone() -> None:
     module = Parts()
     model = FullyShardedDataParallel(

@@ -207,3 +207,7 @@ def test_a_buffer_of_another_class_is_refused_by_its_name() -> None:
     module.register_buffer("scale", distribute_tensor(torch.ones(2), mesh, [Replicate()]))
     with pytest.raises(NotImplementedError, match="the buffer scale is a DTensor"):
         fsdp.fingerprint(fsdp.fully_shard(module, mesh=mesh))
+    module = nn.Linear(2, 2)
+    module.register_buffer("scale", torch.ones(2).to_sparse())
+    with pytest.raises(NotImplementedError, match=r"the buffer scale is a torch\.sparse_coo tensor"):
+        fsdp.fingerprint(fsdp.fully_shard(module, mesh=mesh))
