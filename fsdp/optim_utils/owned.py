@@ -375,7 +375,8 @@ class _Member:
         if owner is None:
             made = self.elements
         elif self.travels:
-            made = torch.empty(original.shape, dtype=like.dtype, device=like.device if is_here else "meta")
+            held = original.shape if like.requires_grad else ()  # a frozen parameter gets memory if it is trained later
+            made = torch.empty(held, dtype=like.dtype, device=like.device if is_here else "meta").expand(original.shape)
         else:
             made = self.elements.view(original.shape) if is_here else torch.empty(original.shape, device="meta")
         stepped = nn.Parameter(made.to(like.dtype), requires_grad=like.requires_grad)
@@ -496,7 +497,8 @@ class _Exchange:
         for one in self._taking_part:
             if one.stepped.is_here:
                 param, listed = one.stepped.param, one.listed.param
-                if (param.dtype, param.device) != (listed.dtype, listed.device):  # users may cast and move the shard
+                is_alike = (param.dtype, param.device) == (listed.dtype, listed.device)  # users may cast and move it
+                if not (is_alike and param.is_contiguous()):
                     param.data = torch.empty(param.shape, dtype=listed.dtype, device=listed.device)
                 every = [signs[one], *(each.get(one, 0) for each in told.values())]
                 if any(sign & _HAS_GRADIENT for sign in every):

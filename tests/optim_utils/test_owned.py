@@ -20,6 +20,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer
 from fsdp.optim_utils.ownership import Ownership
 from tests.helpers.equality import assert_same
+from tests.helpers.forms import full_state, sharded
 from tests.helpers.hybrid import assert_replicas_agree, group_option, mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import (
@@ -226,6 +227,28 @@ def test_gradients_that_are_missing_in_some_steps_or_on_some_ranks(form: str) ->
         assert (gradients["mix.weight"] is None) == (step == 1)
         twin.step(gradients)
         twin.assert_has(values_of(model), f"step {step}")
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_frozen_parameters_take_no_memory_of_owners_until_they_are_trained(form: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 9, bias=False), nn.Linear(9, 8, bias=False))
+    plain[0].requires_grad_(False)
+    model = sharded(copy.deepcopy(plain), form)
+    optimizer = owned(model, [{"optimizer": torch.optim.Adagrad, "lr": 0.1}])
+    expected = torch.optim.Adagrad([*plain.parameters()], lr=0.1)
+    held = [param for each in optimizer.optimizers for param in each.param_groups[0]["params"] if not param.is_meta]
+    assert all(param.untyped_storage().nbytes() <= 4 for param in held if not param.requires_grad)
+    for _ in range(2):
+        for each, stepping in ((plain, expected), (model, optimizer)):
+            each(torch.ones(2, 8)).square().sum().backward()
+            stepping.step()
+            stepping.zero_grad()
+            for param in each.parameters():
+                param.requires_grad_()
+    for name, value in full_state(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
 
 
 @pytest.mark.parametrize("form", ["orig_params", "fully_shard"])
