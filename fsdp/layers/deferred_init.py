@@ -119,7 +119,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 def _mark_of(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
+    return torch.iinfo(dtype).max - 88  # masks, zero points and sentinels have the smallest or the largest number
 
 
 def _marks(flat: Tensor) -> Tensor:

@@ -352,3 +352,28 @@ class Headed(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, device="meta")
         self.scale = nn.Parameter(torch.empty(1, device="meta"))
+
+
+def _edges() -> list[tuple[torch.dtype, int]]:
+    """The smallest and the largest number of each dtype of integers, as masks and zero points have them."""
+    dtypes = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+    return [(dtype, edge) for dtype in dtypes for edge in (torch.iinfo(dtype).min, torch.iinfo(dtype).max)]
+
+
+@pytest.mark.parametrize(("dtype", "value"), _edges())
+def test_the_smallest_and_the_largest_integers_are_values(dtype: torch.dtype, value: int) -> None:
+    def layer(wrap: Wrap) -> Any:
+        module = nn.Linear(5, 2)
+        module.register_buffer("table", torch.full((3,), value, dtype=dtype))
+        return wrap(module)
+
+    def draw(module: Any) -> None:
+        module.reset_parameters()
+        module.table.fill_(value)
+
+    loaded, drawn = on_meta(layer, alone()), on_meta(layer, alone())
+    loaded.load_state_dict(layer(alone()).state_dict())
+    fsdp.materialize(drawn, param_init_fn=draw)
+    for model in (loaded, drawn):
+        model(INPUTS)
+        assert model.state_dict()["table"].tolist() == [value] * 3
