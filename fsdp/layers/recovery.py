@@ -59,7 +59,8 @@ def recover(model: nn.Module) -> bool:
     the model, and all other gloo groups among its ranks that fsdp uses, so user collectives on them work again. If
     some ranks have completed a step that failed on other ranks before any write, these ranks take the step too.
 
-    Buffers (batch norm statistics), states of random generators, schedulers and scalers are not restored.
+    Buffers (batch norm statistics), states of random generators, schedulers and scalers, and the error feedback of
+    `fsdp.compress` are not restored.
 
     Args:
         model: a sharded model.
