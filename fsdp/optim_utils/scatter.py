@@ -91,7 +91,8 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
 def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0_only: bool = False) -> None:
     """Collective. Load a full optimizer state; each rank keeps its shard.
 
-    If there is an error on any rank, all ranks raise an error, and no optimizer is changed.
+    If there is an error on any rank, all ranks raise an error, and no optimizer is changed. Only an error of the
+    optimizer's own ``load_state_dict`` on a rank, for example of a hook, leaves the other ranks' optimizers loaded.
 
     Args:
         model: the outermost wrapper.
