@@ -251,7 +251,8 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
     if (unit := unit_of(module)) is not None and not unit.holds_nothing:
         raise ValueError(
             f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
-            "wrapper, or the modules around it"
+            "wrapper, or the modules around it. After an error in param_init_fn there is no wrapper: build the module "
+            "again"
         )
     if any(isinstance(inner, fully_sharded) for inner in module.modules()):
         raise ValueError(

@@ -163,3 +163,15 @@ def test_after_an_error_nothing_has_values_and_it_can_be_tried_again(form: dict[
     fsdp.materialize(plain, seed=0)
     inputs = torch.ones(2, 5)
     assert torch.equal(model(inputs), plain(inputs))
+
+
+def test_a_module_whose_initialisation_has_failed_is_to_be_built_again() -> None:
+    def fail(_: nn.Module) -> None:
+        raise ZeroDivisionError
+
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    with pytest.raises(ZeroDivisionError):
+        sharded(process_group=Alone(), param_init_fn=fail)(module)
+    with pytest.raises(ValueError, match=r"this Linear is wrapped already, .* in param_init_fn .* again"):
+        sharded(process_group=Alone())(module)
