@@ -36,7 +36,7 @@ class Fault:
 
     Attributes:
         name: for people.
-        kind: of fault, as docs/faults.md counts them.
+        kind: the kind of fault, a column of `python -m tests.faults`.
         do: the fault on the victim. It may raise `Skip` to leave the operation out.
         at: the operation before which the fault strikes; with a number if it is not the first of its name.
         program: the operations of `Job` that all ranks perform, in this order. "setup" and "train" stand for several.
