@@ -254,6 +254,7 @@ def test_models_of_the_meta_device(kind: Any) -> None:
         fully_shard(layer, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model.to_empty(device="cpu")
+    assert all(type(local(param)) is kind for param in model.parameters())
     source = pairs(ours(), kind=kind)
     model.load_state_dict(source.state_dict())
     other = pairs(ours(), kind=kind)
@@ -311,10 +312,11 @@ def test_parked_and_averaged_pairs(tmp_path: Path) -> None:
     assert_same(average.module, plain)  # the first update copies
 
 
+@pytest.mark.parametrize("kind", [Pair, SentPair])
 @on_ranks(2)
-def test_copies_train_by_themselves() -> None:
+def test_copies_train_by_themselves(kind: Any) -> None:
     world_size = dist.get_world_size()
-    plain, model = pairs(), pairs(ours())
+    plain, model = pairs(kind=kind), pairs(ours(), kind=kind)
     train(model, OPTIMIZERS["adam"](model.parameters()), world_size, range(2))
     train(plain, OPTIMIZERS["adam"](plain.parameters()), world_size, range(2))
     copied, copied_plain = copy.deepcopy(model), copy.deepcopy(plain)
@@ -322,25 +324,26 @@ def test_copies_train_by_themselves() -> None:
     assert_same(model, plain)
     train(copied_plain, OPTIMIZERS["adam"](copied_plain.parameters()), world_size, range(2, 4))
     assert_same(copied, copied_plain)
+    assert type(local(next(copied.parameters()))) is kind
 
 
-@pytest.mark.parametrize(("sizes", "optimizer"), [((3, 2), "adam"), ((1, 2), "momentum")])
+@pytest.mark.parametrize(("sizes", "kind", "optimizer"), [((3, 2), SentPair, "adam"), ((1, 2), Pair, "momentum")])
 def test_checkpoints_at_another_world_size(
-    ranks: RankPool, sizes: tuple[int, int], optimizer: str, tmp_path: Path
+    ranks: RankPool, sizes: tuple[int, int], kind: Any, optimizer: str, tmp_path: Path
 ) -> None:
-    ranks(sizes[0]).run(_save, tmp_path / "saved", optimizer, sizes[0])
-    ranks(sizes[1]).run(_load, tmp_path / "saved", optimizer, sizes)
+    ranks(sizes[0]).run(_save, tmp_path / "saved", kind, optimizer, sizes[0])
+    ranks(sizes[1]).run(_load, tmp_path / "saved", kind, optimizer, sizes)
 
 
-def _save(folder: Path, optimizer: str, world_size: int) -> None:
-    model = pairs(ours())
+def _save(folder: Path, kind: Any, optimizer: str, world_size: int) -> None:
+    model = pairs(ours(), kind=kind)
     steps = OPTIMIZERS[optimizer](model.parameters())
     train(model, steps, world_size, range(2))
     fsdp.save(folder, model, steps, generators=False)
 
 
-def _load(folder: Path, optimizer: str, sizes: tuple[int, int]) -> None:
-    model, plain = pairs(ours(), seed=9), pairs()
+def _load(folder: Path, kind: Any, optimizer: str, sizes: tuple[int, int]) -> None:
+    model, plain = pairs(ours(), kind=kind, seed=9), pairs(kind=kind)
     mine, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](plain.parameters())
     train(plain, theirs, sizes[0], range(2))
     fsdp.load(folder, model, mine)

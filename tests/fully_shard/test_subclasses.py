@@ -36,7 +36,7 @@ from tests.helpers.extended_tensors import InEight, InHalf, Pair, Scaled, Values
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.own_collectives import OwnAllGather
-from tests.helpers.parity import Alone, adamw, sgd_with_momentum
+from tests.helpers.parity import Alone, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import mesh_of as mesh_beside
 from tests.helpers.tensor_parallel import perceptron
@@ -340,16 +340,6 @@ def _assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
         assert_within("gradient", local(mine.grad), local(theirs.grad))
 
 
-@on_ranks(2)
-def test_a_frozen_parameter_is_gathered_and_not_reduced() -> None:
-    model: Any = HALF()
-    model.inner[0][0].weight.requires_grad_(False)
-    model = fsdp.fully_shard(model)
-    once(model, INPUTS)
-    assert model.inner[0][0].weight.grad is None
-    assert model.inner[1][0].weight.grad is not None
-
-
 # Copies and states
 
 
@@ -377,19 +367,6 @@ def test_modules_list_the_class_and_states_hold_it_as_torchs_do() -> None:
     assert isinstance(local(states[0]["inner.0.0.weight"]), InHalf)
 
 
-@on_ranks(2)
-def test_copies_train_by_themselves() -> None:
-    model = HALF(ours())
-    _steps(model, adamw(model.parameters()))
-    copied = copy.deepcopy(model)
-    before = _values(model)
-    _steps(copied, adamw(copied.parameters()))
-    assert_same_state(_values(model), before)
-    assert isinstance(local(copied.inner[0][0].weight), InHalf)
-    _steps(model, adamw(model.parameters()))
-    assert_same_state(_values(copied), _values(model))
-
-
 @pytest.mark.parametrize("assign", [False, True])
 @on_ranks(2)
 def test_state_dicts_are_loaded(assign: bool) -> None:
@@ -406,38 +383,6 @@ def test_state_dicts_are_loaded(assign: bool) -> None:
     _assert_same_gradients(model, other)
 
 
-def test_our_checkpoints_at_other_world_sizes(ranks: RankPool, tmp_path: Path) -> None:
-    expected = ranks(2).run(_save, tmp_path / "saved")[0]
-    ranks(3).run(_load_saved, tmp_path / "saved", expected)
-
-
-def _save(folder: Path) -> list[float]:
-    """Return the losses of further steps."""
-    model = HALF(ours())
-    optimizer = adamw(model.parameters())
-    _steps(model, optimizer)
-    fsdp.save(folder, model, optimizer, generators=False)
-    return _losses(model, optimizer)
-
-
-def _losses(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    found = []
-    for _ in range(3):
-        loss = model(INPUTS).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-def _load_saved(folder: Path, expected: list[float]) -> None:
-    model = HALF(ours(), seed=9)
-    optimizer = adamw(model.parameters())
-    fsdp.load(folder, model, optimizer)
-    assert _losses(model, optimizer) == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("wraps", [(ours, torchs), (torchs, ours)], ids=["to_torchs", "from_torchs"])
 @on_ranks(2)
 def test_distributed_checkpoints(wraps: tuple[Any, Any], tmp_path: Path) -> None:
@@ -448,22 +393,6 @@ def test_distributed_checkpoints(wraps: tuple[Any, Any], tmp_path: Path) -> None
     dcp.load(state, checkpoint_id=tmp_path)
     model.load_state_dict(state)
     assert_same_state(_values(model), _values(source))
-
-
-@on_ranks(2)
-def test_models_of_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = HALF()
-    for layer in model.inner:
-        fsdp.fully_shard(layer)
-    fsdp.fully_shard(model)
-    model.to_empty(device="cpu")
-    assert isinstance(local(model.inner[0][0].weight), InHalf)
-    source = HALF(ours())
-    model.load_state_dict(source.state_dict())
-    for each in (model, source):
-        once(each, INPUTS)
-    _assert_same_gradients(model, source)
 
 
 class Scaling(InHalf):
