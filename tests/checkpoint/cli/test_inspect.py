@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path, PosixPath
 
@@ -15,8 +15,8 @@ import torch
 from fsdp.__main__ import _add
 from fsdp.checkpoint import cli
 from tests.helpers.convert_formats import command, converted, kinds, saved, trained
+from tests.helpers.forked import Forked
 from tests.helpers.models import nested_mlp
-from tests.helpers.paths import ROOT
 
 Captured = pytest.CaptureFixture[str]
 
@@ -109,13 +109,22 @@ def test_the_version_is_told(capsys: Captured) -> None:
 
 def test_it_is_run_as_a_module_and_nobody_who_reads_is_no_error(tmp_path: Path) -> None:
     torch.save(kinds().state_dict(), tmp_path / "x.pt")
-    command = [sys.executable, "-m", "fsdp", "inspect", str(tmp_path / "x.pt")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with Forked(_run_module, "inspect", str(tmp_path / "x.pt")) as process:
         process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(timeout=300) == 141
+        process.stdin.close()
+        assert process.wait() == 141
+
+
+def _run_module(*arguments: str) -> None:
+    sys.stdin.read()  # until its output has no reader
+    sys.modules.pop("fsdp.__main__", None)
+    os.dup2(sys.stdout.fileno(), 1)
+    sys.stdout, sys.argv = os.fdopen(1, "w"), ["fsdp", *arguments]
+    try:
+        runpy.run_module("fsdp", run_name="__main__")
+    except SystemExit as ended:
+        sys.stdout.flush()  # as an interpreter does at its end
+        os._exit(int(ended.code or 0))
 
 
 def test_help_names_the_commands_and_nothing_is_wrong_usage(capsys: Captured) -> None:
