@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
-from tests.helpers.dtensor_twins import assert_at_rest, local, whole
+from tests.helpers.dtensor_twins import SgdOfParts, assert_at_rest, local, whole
 from tests.helpers.equality import assert_close
 from tests.helpers.fsdp2_clients import Decoder, installed
 from tests.helpers.hugging_face import PATIENCE, TOKENS, made
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import sgd_with_momentum
 from tests.helpers.traffic import Counting, Traffic
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "accelerate"]
@@ -242,7 +241,7 @@ def test_stages_of_a_pipeline_are_sharded(schedule: str, reshard_after_forward: 
             stages.append(pipelining.PipelineStage(module, number, total, device, group=group))
         make, given = getattr(pipelining.schedules, schedule), stages if len(stages) > 1 else stages[0]
         run = make(given, n_microbatches=4, loss_fn=nn.functional.mse_loss)
-        optimizers = [sgd_with_momentum(each.parameters()) for each in (nn.ModuleList(modules), plain)]
+        optimizers = [SgdOfParts(each.parameters()) for each in (nn.ModuleList(modules), plain)]
         for _ in range(2):
             inputs = [data[own]] if 0 in numbers else []
             run.step(*inputs, **({"target": targets[own]} if total - 1 in numbers else {}))
