@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.weights import ModelSink, Sink, WeightPlan, receive
+from fsdp.weights import ModelSink, Sink, SocketSink, WeightPlan, receive
 from tests.helpers.equality import assert_same
+from tests.helpers.forked import Forked
 from tests.helpers.forms import full_state
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
 from tests.helpers.weights import MODELS, ON_PAIRS, everything, step, tensors_of
 
 BUCKET = 400
@@ -81,25 +82,26 @@ def test_training_goes_on_with_loaded_weights(form: str) -> None:
     assert_same(full_state(other), full_state(model))
 
 
-SENDER = """
-import sys
-import fsdp
-from fsdp.weights import SocketSink
-from tests.helpers.weights import everything
-for seed in (5, 6):
-    fsdp.stream_weights(everything(seed=seed), SocketSink(sys.argv[1], "secret"), bucket_bytes=400, buffers=True)
-"""
+def test_weights_of_another_process_are_loaded(ranks: RankPool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with Forked(_send, address) as process:
+        ranks(2).run(_load_sent, address)
+        assert process.wait() == 0
 
 
-@on_ranks(2)
-def test_weights_of_another_process_are_loaded() -> None:
+def _send(address: str) -> None:
+    for seed in (5, 6):
+        fsdp.stream_weights(everything(seed=seed), SocketSink(address, "secret"), bucket_bytes=400, buffers=True)
+
+
+def _load_sent(address: str) -> None:
     models = {5: MODELS["flat"](1), 6: MODELS["rows"](1)}
     if dist.get_rank() == 0:
-        with receive("127.0.0.1:0", secret="secret") as receiver:
-            process = subprocess.Popen([sys.executable, "-c", SENDER, receiver.address])
+        with receive(address, secret="secret") as receiver:
             for model in models.values():
                 fsdp.load_stream(model, receiver)
-            assert process.wait() == 0
     else:
         for model in models.values():
             fsdp.load_stream(model, None)
