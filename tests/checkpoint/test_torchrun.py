@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 
 import fsdp
 from fsdp import checkpoint
+from tests.helpers.forked import Forked
 from tests.helpers.forking_torchrun import TORCHRUN
 from tests.helpers.paths import DATA, ROOT
 
@@ -72,25 +74,15 @@ def _trained_alone() -> nn.Module:
 
 
 @contextmanager
-def _two_machines(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _two_machines(folder: Path) -> Iterator[list[Forked]]:
     """A torchrun for each of two machines, which are processes here; nothing of them is left behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    machines: list[subprocess.Popen[bytes]] = []
+    machines: list[Forked] = []
     try:
         for number in range(2):
-            with (folder / f"machine-{number}.txt").open("wb") as output:
-                machines.append(
-                    subprocess.Popen(
-                        [*_torchrun(port, number), str(SCRIPT), "--folder", str(folder), *OPTIONS],
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        cwd=ROOT,
-                        env=_environment(),
-                        start_new_session=True,
-                    )
-                )
+            machines.append(Forked(_run_torchrun, folder, port, number))
         yield machines
     except BaseException:
         for number in range(len(machines)):
@@ -101,22 +93,30 @@ def _two_machines(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             _kill(machine)
 
 
-def _torchrun(port: int, number: int) -> list[str]:
+def _run_torchrun(folder: Path, port: int, number: int) -> None:
+    os.setsid()
+    output = os.open(folder / f"machine-{number}.txt", os.O_WRONLY | os.O_CREAT)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    warnings.simplefilter("default")
+    os.chdir(ROOT)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    sys.argv = ["torchrun", *_settings(port, number), str(SCRIPT), "--folder", str(folder), *OPTIONS]
+    exec(TORCHRUN, {"__name__": "__main__"})
+
+
+def _settings(port: int, number: int) -> list[str]:
     # A machine counts as dead after eight seconds of silence, not fifteen (a busy one is silent for some). A second one
     # is waited for as long as it may take to start: torch's agents wait in vain for one that misses the first meeting.
     hurry = f"is_host={int(number == 0)},last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=8"
     places = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={hurry}"]
     numbers = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
-    return [sys.executable, "-c", TORCHRUN, *numbers, *places]
+    return [*numbers, *places]
 
 
-def _environment() -> dict[str, str]:
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in ours}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def _kill(machine: subprocess.Popen[bytes]) -> None:
+def _kill(machine: Forked) -> None:
     for process in [machine.pid, *_children(machine.pid)]:  # torchrun's workers have sessions of their own
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -128,7 +128,7 @@ def _children(process: int) -> list[int]:
     return [int(number) for number in found.stdout.split()]
 
 
-def _until(happened: Callable[[], bool], machines: list[subprocess.Popen[bytes]]) -> None:
+def _until(happened: Callable[[], bool], machines: list[Forked]) -> None:
     give_up = time.monotonic() + PATIENCE
     while not happened():
         assert all(machine.poll() is None for machine in machines) or happened(), "torchrun has ended"

@@ -43,14 +43,17 @@ class Forked:
     def wait(self, timeout: float = 60.0) -> int:
         """Return the exit status, or the negative number of the signal that has ended the process."""
         deadline = time.monotonic() + timeout
-        while self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"process {self.pid} has not ended in {timeout} s")
-            else:
-                time.sleep(0.01)
+            time.sleep(0.01)
+        return code
+
+    def poll(self) -> int | None:
+        """Return the exit status as `wait` does, or None while the process runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def communicate(self) -> None:
