@@ -319,9 +319,10 @@ def assert_trains_as_plain(make: Callable[[Wrap], nn.Module], *steps: Step, **op
 
 
 def trained_twins(make: Callable[[Wrap], nn.Module], *steps: Step, **options: Any) -> RowTwins:
-    """Collective. Two rounds of the given steps leave the same weights sharded and plain."""
+    """Collective. The given steps and the first one again leave the same weights sharded and plain."""
     twins = RowTwins.of(make, **options)
-    take_all(twins, *(steps or (once,)) * 2)
+    steps = steps or (once,)
+    take_all(twins, *steps, steps[0])
     return twins
 
 
