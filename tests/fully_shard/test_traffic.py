@@ -100,9 +100,6 @@ PARTLY = {"make_model": partial(seeded, UsedInPart), "steps": 3}
 FROZEN = partial(partly_frozen, ("trunk.2", "gate", "entry"))
 
 RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "plain": (3, {}, {}),
-    "accumulated without sync, hybrid": (4, {"accumulate": 3}, {"mesh": (2, 2)}),
-    "gradients in float32": (2, {}, {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}),
     "frozen part, replicated": (2, {"make_model": FROZEN}, {"mesh": (2, 1)}),
     "unused parameters, replicated": (2, {"make_model": partial(seeded, sometimes)}, {"mesh": (2, 1)}),
     "frozen in the middle, replicated": (2, {"before_step": _freeze_some}, {"mesh": (2, 1)}),
