@@ -312,13 +312,13 @@ def _train(name: str, folder: Path, steps: int) -> list[float]:
     return losses
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_it_trains_as_with_ddp(tmp_path: Path) -> None:
     before, after = program("from_ddp/before.py"), program("from_ddp/after.py")
     for max_norm in (float("inf"), 0.5):
-        theirs = before.train(CPU, tmp_path / f"theirs {max_norm}", steps=5, max_norm=max_norm)
-        ours = after.train(CPU, tmp_path / f"ours {max_norm}", steps=5, max_norm=max_norm)
-        if dist.get_world_size() == 2 and max_norm == float("inf"):
+        theirs = before.train(CPU, tmp_path / f"theirs {max_norm}", steps=2, max_norm=max_norm)
+        ours = after.train(CPU, tmp_path / f"ours {max_norm}", steps=2, max_norm=max_norm)
+        if max_norm == float("inf"):
             assert ours == theirs  # to the bit, as docs/migration.md says
         assert ours == pytest.approx(theirs, rel=1e-5)
 
