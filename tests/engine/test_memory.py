@@ -228,7 +228,7 @@ def test_at_most_two_units_or_small_ones_are_whole_beside_the_root(case: Case) -
     root, units = unit_bytes(model)
     neighbours = max(one + other for one, other in pairwise(units))
     per_unit = max(len(wrapper._unit.handles) for wrapper in get_fsdp_instances(model))
-    for step in range(4):
+    for step in range(3):
         watch = Watch(model)
         with watch.running():
             train_step(model)
