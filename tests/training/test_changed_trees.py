@@ -84,7 +84,7 @@ def _loss(model: nn.Module, inputs: Tensor, step: int) -> Tensor:
     return loss.detach()
 
 
-@parametrize_pairs(at_most=9, form=FORMS, is_evaluated=[False, True], world_size=[2, 1, 3])
+@parametrize_pairs(at_most=6, form=FORMS, is_evaluated=[False, True], world_size=[2, 1, 3])
 @on_ranks("world_size")
 def test_units_that_come_and_go_are_trained_and_clipped(form: str, is_evaluated: bool) -> None:
     for change in CHANGES:
