@@ -160,7 +160,7 @@ def test_units_of_a_wrapped_model_run_in_all_steps() -> None:
     assert_trains_like_plain(toolbox, *STEPS)
 
 
-@pytest.mark.parametrize(("make", "world_size"), [(nested_mlp, 2), (toolbox, 1), (toolbox, 4)])
+@pytest.mark.parametrize(("make", "world_size"), [(nested_mlp, 2), (toolbox, 1), (toolbox, 3)])
 @on_ranks("world_size")
 def test_a_model_of_rows_trains_like_the_plain_one(make: Any) -> None:
     assert_trains_as_plain(make, *STEPS)
