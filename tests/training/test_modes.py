@@ -70,7 +70,7 @@ def test_a_mode_that_prints_all_arguments_meets_no_memory_that_is_freed(world_si
 @on_ranks(2)
 def test_the_same_for_calls_between_steps(tmp_path: Path, form: str, mode: str) -> None:
     model = sharded(Net(), form, (nn.Linear,))
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     _train(MODES[mode], model, torch.ones(2, 5), 0)
     with MODES[mode]():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
