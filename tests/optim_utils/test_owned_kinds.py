@@ -59,7 +59,7 @@ def groups_with(kind: str) -> list[dict[str, Any]]:
     return [{"params": is_matrix, "optimizer": make, **options}, {"optimizer": make, **options}]
 
 
-@parametrize_pairs(at_most=18, kind=list(KINDS), world_size=[3, 2, 1, 4], form=list(FORMS))
+@parametrize_pairs(at_most=14, kind=list(KINDS), world_size=[3, 2, 1, 4], form=list(FORMS))
 @on_ranks("world_size")
 def test_the_bits_are_those_of_the_unsharded_optimizer(kind: str, form: str) -> None:
     groups = groups_with(kind)
