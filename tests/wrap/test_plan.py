@@ -38,7 +38,7 @@ from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import Net
 from tests.helpers.ranks import RankPool
 
-BATCH, CONTEXT, WIDTH = 8, 64, 128
+BATCH, CONTEXT, WIDTH = 2, 64, 128
 
 
 def gpt(num_layers: int = 3) -> nn.Module:
@@ -116,9 +116,10 @@ class Case:
     shape: tuple[int, ...] | None = None  # of the inputs; None: of tokens
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    rows: int = BATCH  # of tokens
 
     def sample(self) -> Tensor:
-        return torch.zeros(BATCH, CONTEXT).long() if self.shape is None else torch.zeros(self.shape)
+        return torch.zeros(self.rows, CONTEXT).long() if self.shape is None else torch.zeros(self.shape)
 
     @property
     def policy(self) -> Any:

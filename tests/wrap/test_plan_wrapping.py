@@ -18,7 +18,7 @@ from tests.wrap.test_plan import Case, Measured, gpt, loss_of, train
 
 MIB = 2**20
 APART: dict[str, Any] = {"bucket_cap_mb": 0}  # buckets of small units would count beside units of 1 MiB
-GPT, SHORT = Case(partial(gpt, num_layers=4), options=APART), Case(gpt, options=APART)
+GPT, SHORT = (Case(partial(gpt, num_layers=number), options=APART, rows=8) for number in (4, 3))
 # All units are kept unsharded, or about half of them; the second is below what blocks as units can do.
 BUDGETS = {"large": 30 * MIB, "small": int(23.4 * MIB)}
 
@@ -126,7 +126,7 @@ def test_a_remedy_fits_when_it_is_taken() -> None:
             checkpoint_wrapper(block)
         return model
 
-    assert wrapping_of(Case(checkpointed), 2, 14 * MIB).fits  # without, the least is 18 MiB
+    assert wrapping_of(Case(checkpointed, rows=8), 2, 14 * MIB).fits  # without, the least is 18 MiB
 
 
 # --- as a policy
