@@ -18,9 +18,11 @@ from fsdp import FullyShardedDataParallel
 from fsdp.distributed.switches import TORCH_FUNCTIONS
 from fsdp.layers import torch_functions
 from tests.helpers.ranks import RankPool
+from tests.layers.state_dict.test_tensor_part import part_of
 from tests.test_public_names import MODULES
 
 # Imports the package in a process in which all that others register has been registered, and prints what it has done.
+# The arguments are a file with a part of a tensor, and names of modules.
 IMPORTING = """
 import atexit, json, os, sys, threading, warnings
 import torch, torch.distributed
@@ -38,10 +40,11 @@ import fsdp
 changed = [str(key) for key, value in before.items() if vars(spaces[key[0]]).get(key[1]) is not value]
 effects = registered + changed + [key for key in os.environ if key not in environment]
 loaded = [name for name in sys.modules if name.split(".")[0] == "fsdp"]
-asked = [getattr(fsdp, name).__doc__ for name in sys.argv[1:]] + [fsdp.wrap(1), fsdp.__version__]
+part = type(torch.load(sys.argv[1])).__name__
+asked = [getattr(fsdp, name).__doc__ for name in sys.argv[2:]] + [fsdp.wrap(1), fsdp.__version__]
 import fsdp.compat.fairscale as compat
 finds = compat._FINDER in sys.meta_path
-print(json.dumps({"effects": effects, "loaded": loaded, "asked": asked, "finds": finds}))
+print(json.dumps({"effects": effects, "loaded": loaded, "part": part, "asked": asked, "finds": finds}))
 """
 # Trains on a mesh of two dimensions until the interpreter ends, with torch's caches of specifications in use.
 ENDING = """
@@ -74,9 +77,11 @@ MAX_LOADED = 60
 
 
 @pytest.fixture(scope="module")
-def imported() -> Any:
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Facts about a process that has imported the package."""
-    command = [sys.executable, "-c", IMPORTING, *MODULES]
+    path = tmp_path_factory.mktemp("parts") / "part.pt"
+    torch.save(part_of(), path)
+    command = [sys.executable, "-c", IMPORTING, str(path), *MODULES]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -93,6 +98,10 @@ def test_importing_the_package_loads_the_engine_and_the_front_doors(imported: An
 def test_a_process_with_tensor_parallelism_ends_without_messages() -> None:
     ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
     assert "Exception ignored" not in ended.stderr
+
+
+def test_importing_the_package_is_enough_to_load_a_part_of_a_tensor(imported: Any) -> None:
+    assert imported["part"] == "TensorPart"
 
 
 def test_importing_the_package_is_enough_for_its_modules(imported: Any) -> None:

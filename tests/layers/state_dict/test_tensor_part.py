@@ -8,10 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,10 +155,3 @@ def test_a_target_notes_what_fits_and_copies_nothing(value: Tensor) -> None:
     assert type(found.source) is type(value)
     assert memory_of(found.source) == memory_of(value)
     assert (found.shape, found.dtype, found.device, found.is_meta) == (WHOLE.shape, WHOLE.dtype, WHOLE.device, False)
-
-
-def test_a_program_that_has_used_nothing_else_loads_it_from_a_file(tmp_path: Path) -> None:
-    torch.save(part_of(), tmp_path / "part.pt")
-    code = f"import torch, fsdp; part = torch.load({str(tmp_path / 'part.pt')!r}); print(type(part).__name__)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "TensorPart\n"
