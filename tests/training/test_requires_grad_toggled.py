@@ -48,14 +48,20 @@ def _block(model: Any, number: int = 0) -> Any:
     return inside(model).blocks[number]
 
 
+def _toggle_block(model: Any, is_trained: bool) -> None:
+    _block(model).requires_grad_(is_trained)
+
+
 # Steps: each is called with a model, this rank's batch and the number of the step.
 
 
-def frozen_for_a_second_forward(model: Any, inputs: Tensor, order: str) -> Tensor:
+def frozen_for_a_second_forward(
+    model: Any, inputs: Tensor, order: str, toggle: Callable[[Any, bool], None] = _toggle_block
+) -> Tensor:
     first = model(inputs).sin().mean()
-    _block(model).requires_grad_(False)
+    toggle(model, False)
     second = model(inputs + 1).sin().mean()
-    _block(model).requires_grad_(True)
+    toggle(model, True)
     if order == "together":
         (first + 2 * second).backward()
     for loss in {"first": [first, second], "second": [second, first], "dropped": [first]}.get(order, []):
@@ -138,7 +144,40 @@ def test_units_on_disk_are_frozen_and_thawed(ranks: RankPool, tmp_path: Path, fo
         ranks(2).run(_train, STEPS[f"second_forward_{order}"], form, offload="disk", offload_folder=str(tmp_path))
 
 
-# Parts of a unit, which the two forms with a parameter each can freeze
+# Parts of a unit
+
+
+class Scaled(nn.Module):
+    """A unit with parameters of two dtypes, which are frozen independently in each form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.full((1,), 1.5, dtype=torch.float32)), nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear((inputs * self.scale).tanh())
+
+
+def _toggle_dtype(dtype: torch.dtype, model: Any, is_trained: bool) -> None:
+    for param in model.parameters():
+        if param.dtype is dtype:
+            param.requires_grad_(is_trained)
+
+
+@parametrize_pairs(
+    at_most=9,
+    form=FORMS,
+    order=["first", "second", "together"],
+    dtype=[torch.float32, torch.float64],
+    world_size=[2, 3],
+)
+@on_ranks("world_size")
+def test_parameters_of_a_dtype_are_frozen_for_a_second_forward(form: str, order: str, dtype: torch.dtype) -> None:
+    step = _each(frozen_for_a_second_forward, order=order, toggle=partial(_toggle_dtype, dtype))
+    assert_trains(lambda: nn.Sequential(nn.Linear(5, 5), Scaled()), form, step, (Scaled,))
+
+
+# The two forms with a parameter each can freeze single ones
 
 
 def part_frozen_before_backward(model: Any, inputs: Tensor, part: str) -> Tensor:
