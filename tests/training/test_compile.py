@@ -215,7 +215,7 @@ def assert_close_trainings(found: Trained, expected: Trained) -> None:
     assert_close(list(found.weights.values()), list(expected.weights.values()), rtol=1e-11, atol=1e-13)
 
 
-@parametrize_cases(at_most=7, way=OF_BLOCKS, options=FORMS, world_size=[2, 1], reshard_after_forward=[True, False])
+@parametrize_cases(at_most=7, way=OF_BLOCKS, options=FORMS, world_size=[1, 2], reshard_after_forward=[True, False])
 @on_ranks("world_size")
 def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(case: Case) -> None:
     options = case.options | {"reshard_after_forward": case.reshard_after_forward}
