@@ -366,19 +366,6 @@ def test_a_lone_rank_has_what_it_gathers_and_reduces() -> None:
     comm.settle()
 
 
-def test_a_lone_rank_trains_without_torch_distributed() -> None:
-    assert not dist.is_initialized()
-    torch.manual_seed(0)
-    plain = nn.Linear(3, 2)
-    model = FullyShardedDataParallel(nn.Linear(3, 2), Alone())
-    model.load_state_dict(plain.state_dict())
-    for net in (model, plain):
-        net(torch.ones(4, 3)).square().sum().backward()
-        torch.optim.SGD(net.parameters(), lr=0.1).step()
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-
-
 # torch's fake group: many ranks, of which only one exists
 
 
