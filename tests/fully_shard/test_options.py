@@ -83,7 +83,7 @@ def test_mixed_precision(ranks: RankPool, case: Case) -> None:
     reduced_in = case.policy.get("reduce_dtype", case.policy.get("param_dtype"))
     options = {"mp_policy": case.policy, "reshard_after_forward": case.reshard_after_forward}
     options["tolerance"] = IN_BFLOAT16 if reduced_in is BF16 else IN_FLOAT if "clip" in case.training else None
-    ranks(2).run(compare, {"make_model": case.make}, options, steps=3, **case.training)
+    ranks(2).run(compare, {"make_model": case.make}, options, **case.training)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_parameters_may_be_used_twice_or_not_at_all(nested: bool, options: dict[
 
 
 def test_unused_parameters_have_no_gradient_as_with_torchs(ranks: RankPool) -> None:
-    ranks(2).run(assert_side_by_side, Plan(make_model=partial(seeded, Choosing), steps=3))
+    ranks(2).run(assert_side_by_side, Plan(make_model=partial(seeded, Choosing)))
 
 
 def test_a_parameter_may_be_called_for_outside_of_its_modules_forward(ranks: RankPool) -> None:
