@@ -38,8 +38,8 @@ def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModu
         return model
     if fsdp.get_fsdp_instances(model) or any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} has sharded modules inside and is not sharded itself: wrap the whole model too, "
-            "or pass the wrapper around it"
+            f"{type(model).__name__} contains sharded modules, but is not sharded itself: wrap the whole model too, or "
+            "pass the wrapper around it"
         )
     return None
 
@@ -107,7 +107,7 @@ class Accelerator(_PlainAccelerator):
         if self.distributed_type in others:
             raise ValueError(
                 f"accelerate is configured for {self.distributed_type.value}, which shards models itself. For models "
-                "that are sharded already leave that off: `accelerate launch --multi_gpu`, or torchrun"
+                "that are sharded already disable it: `accelerate launch --multi_gpu`, or torchrun"
             )
         self._is_saving = False
         if type(self.scaler) is torch.amp.GradScaler:
@@ -128,8 +128,8 @@ class Accelerator(_PlainAccelerator):
         # All ranks would use the same batches.
         if dist.is_initialized() and self.num_processes != dist.get_world_size():
             raise ValueError(
-                f"accelerate knows of {self.num_processes} rank(s), and there are {dist.get_world_size()}: pass "
-                "cpu=True to the Accelerator on CPU, and start the ranks with torchrun or `accelerate launch`"
+                f"accelerate found {self.num_processes} rank(s), but there are {dist.get_world_size()}: pass cpu=True "
+                "to the Accelerator on CPU, and start the ranks with torchrun or `accelerate launch`"
             )
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         if self.native_amp and not is_prepared and isinstance(model, fsdp.FullyShardedDataParallel):
@@ -277,7 +277,7 @@ class Accelerator(_PlainAccelerator):
 
         def find() -> None:
             if input_dir is not None and not os.path.isdir(os.path.expanduser(input_dir)):
-                raise ValueError(f"load_state: {os.fspath(input_dir)} is no folder")
+                raise ValueError(f"load_state: {os.fspath(input_dir)} is not a folder")
 
         together(f"find {input_dir}", find)
 

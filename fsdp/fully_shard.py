@@ -314,7 +314,7 @@ def _outermost(given: Any) -> list[Any]:
     if not isinstance(given, (list, tuple)):
         return [given]
     if not given:
-        raise ValueError("fully_shard was given no modules: give one, or a list of some")
+        raise ValueError("fully_shard got no modules: pass a module, or a list of modules")
     inside = {inner for module in given if isinstance(module, nn.Module) for inner in list(module.modules())[1:]}
     return [module for module in dict.fromkeys(given) if module not in inside]
 
@@ -329,10 +329,10 @@ def _check_module(module: Any) -> None:
             "or on the module around it"
         )
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
-        raise ValueError(f"this {kind} is sharded already: call fully_shard once, and on the modules around it")
+        raise ValueError(f"this {kind} is sharded already: call fully_shard only once on a module")
     wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
-        raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
+        raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard or the wrapper for all modules")
     refuse_torchs_units(module)
     refuse_fake_tensors(module)
     _fsdp_class(type(module))  # type: ignore[arg-type]  # raises if the class cannot be subclassed
@@ -341,8 +341,8 @@ def _check_module(module: Any) -> None:
 def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
     if inner in modules:
         raise ValueError(
-            f"shard_placement_fn puts parameters of the {type(inner).__name__} itself on {its_mesh}, and it is sharded "
-            f"over {mesh}: have them in a module inside, which then is a unit of its own"
+            f"shard_placement_fn puts parameters of the {type(inner).__name__} itself on {its_mesh}, but it is sharded "
+            f"over {mesh}: move them to an inner module, which is then a separate unit"
         )
 
 
@@ -641,7 +641,7 @@ class FSDPModule(_Base):
             ValueError: for a stream with replicas.
         """
         if stream is not None and _of(self).replicas.world_size > 1:
-            raise ValueError("set_all_reduce_hook: a stream cannot be given for a module with replicas, leave it out")
+            raise ValueError("set_all_reduce_hook: a stream is not supported for a module with replicas: omit it")
         _of(self).policy.all_reduce_hook = on_demand.AllReduceHook(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -728,7 +728,7 @@ class FSDPModule(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
-            f"a {type(self).__name__} cannot be pickled: its parameters are DTensors, whose mesh is of these "
+            f"a {type(self).__name__} cannot be pickled: its parameters are DTensors, whose mesh belongs to these "
             "processes. Save it with fsdp.save, or its state_dict() with torch.distributed.checkpoint."
         )
 
@@ -756,8 +756,8 @@ def _sharded(modules: Iterable[Any]) -> list[Unit]:
 
 def _no_buffers(method: str) -> str:
     return (
-        f"{method}: large units are all-gathered straight into their places, without the buffers that this is about. "
-        "Leave it out, or give set_custom_all_gather an object whose `allocate` returns such memory."
+        f"{method}: large units are all-gathered directly into their parameters, without the buffers that it sets. "
+        "Omit it, or pass set_custom_all_gather an object whose `allocate` returns such memory."
     )
 
 

@@ -254,8 +254,8 @@ class FullyShardedDataParallel(Wrapper):
         """
         if self._options.flatten_parameters:
             raise ValueError(
-                f"append_shared_param: {self._unit.name} has flatten_parameters=True, so its parameters lie in one "
-                "vector and cannot be shared one by one. Wrap all that share it with flatten_parameters=False."
+                f"append_shared_param: {self._unit.name} has flatten_parameters=True, so its parameters are in one "
+                "vector and cannot be shared one by one. Wrap all modules that share it with flatten_parameters=False."
             )
         share(self._unit, p)
 
@@ -514,7 +514,7 @@ class FullyShardedDataParallel(Wrapper):
         if not self._options.allow_reset_parameters:
             raise RuntimeError(
                 "reset_parameters() on sharded parameters is refused, because ranks with different random states would "
-                "mix different values. Pass allow_reset_parameters=True if all ranks are seeded alike."
+                "write different values. Pass allow_reset_parameters=True if all ranks are seeded alike."
             )
         with self.summon_full_params():
             self.module.module.reset_parameters()
@@ -569,7 +569,7 @@ class FullyShardedDataParallel(Wrapper):
             NotImplementedError: for ``assign=True``: a shard cannot become the given tensors.
         """
         if assign:
-            raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
+            raise NotImplementedError("load_state_dict(assign=True): values are copied into shards, use assign=False")
         self._unit.require_idle("load a state dict")
         on_demand.ensure_agreed(self._unit)
         return on_demand.load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
@@ -724,8 +724,8 @@ class FullyShardedDataParallel(Wrapper):
         state.pop(on_demand.copying.END, None)
         if "_unit" not in state:
             raise RuntimeError(
-                "this FullyShardedDataParallel was pickled by FairScale, whose wrappers have other parts. Load it "
-                "there and save its state_dict(), or local_state_dict() with local_metadata_dict(), which load here."
+                "this FullyShardedDataParallel was pickled by FairScale, whose wrappers differ from this class. Load "
+                "it there and save its state_dict(), or local_state_dict() with local_metadata_dict(), to load here."
             )
         super().__setstate__(state)
         on_demand.forward_entries(self, self._unit)

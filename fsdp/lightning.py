@@ -345,7 +345,9 @@ class FullyShardedStrategy(DDPStrategy):
 
         def write_file() -> None:
             if os.path.isdir(path):
-                raise IsADirectoryError(f"{path} is a folder, and state_dict_type='full' writes a file: choose another")
+                raise IsADirectoryError(
+                    f"{path} is a folder, but state_dict_type='full' writes a file: pass another path"
+                )
             write(checkpoint, path, storage_options)
 
         self._together(f"write {path}", write_file)
@@ -377,10 +379,10 @@ class FullyShardedStrategy(DDPStrategy):
         if storage_options is not None or not self._is_stock():
             raise ValueError(
                 "state_dict_type='sharded' writes folders by itself, without storage_options and CheckpointIO plugins "
-                "other than AsyncCheckpointIO: leave them out, or choose state_dict_type='full'"
+                "other than AsyncCheckpointIO: omit them, or use state_dict_type='full'"
             )
         if "://" in os.fspath(path):
-            raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
+            raise ValueError(f"{path}: sharded checkpoints are written to file systems: pass a path")
         # This dictionary contains no state of the model and optimizers.
 
         def packed() -> bytes:
@@ -435,7 +437,7 @@ class FullyShardedStrategy(DDPStrategy):
         saved, optimizers = checkpoint["optimizer_states"], self.optimizers
         if len(saved) != len(optimizers):
             raise ValueError(
-                f"the checkpoint has {len(saved)} optimizers, and configure_optimizers returned {len(optimizers)}"
+                f"the checkpoint has {len(saved)} optimizers, but configure_optimizers returned {len(optimizers)}"
             )
         for optimizer, state in zip(optimizers, saved, strict=True):
             _load_numbered_state(self._required_wrapper(), _plain(optimizer), state)
@@ -569,8 +571,8 @@ def _check_precision(strategy: FullyShardedStrategy) -> None:
         for option in ("buffer_dtype", "force_input_to_fp32"):
             if strategy.options.get(option):
                 raise ValueError(
-                    f"{option} cannot be combined with precision={name!r}, which leaves buffers and inputs in their "
-                    "dtype: leave it out"
+                    f"{option} cannot be combined with precision={name!r}, which does not cast buffers and inputs: "
+                    "omit it"
                 )
         return
     if strategy.fp32_reduce_scatter:
@@ -582,7 +584,7 @@ def _check_precision(strategy: FullyShardedStrategy) -> None:
     own = _TRUE_DTYPES.get(name)
     if dtype is not None and own is not None and dtype != own:
         raise ValueError(
-            f"compute_dtype={dtype} does not fit precision={name!r} of the Trainer, which computes in {own}. Choose "
+            f"compute_dtype={dtype} conflicts with precision={name!r} of the Trainer, which computes in {own}. Use "
             "precision='bf16-mixed' or '16-mixed' to compute in 16 bits with parameters of 32, or 'bf16-true' or "
             "'16-true' for 16 bits everywhere."
         )
@@ -592,8 +594,8 @@ def _check_trainer(trainer: Any, module: LightningModule) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, _AVERAGES):
             raise ValueError(
-                f"{type(callback).__name__} copies the whole model, and this one is sharded: take the callback out, "
-                "and keep an average with fsdp.EMA(trainer.model) in a callback of your own"
+                f"{type(callback).__name__} copies the whole model, but this one is sharded: remove the callback, and "
+                "keep an average with fsdp.EMA(trainer.model) in your own callback"
             )
     if module._compiler_ctx is not None:
         raise ValueError(
@@ -615,7 +617,7 @@ def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
     """
     for name, param in module.named_parameters(recurse=False):
         raise ValueError(
-            f"with manual optimization, {prefix}{name} of shape {list(param.shape)} must lie in a module that "
+            f"with manual optimization, {prefix}{name} of shape {list(param.shape)} must be in a module that "
             "training_step calls: move it to a module with a forward, such as the module that uses it"
         )
     for name, child in module.named_children():
@@ -647,8 +649,8 @@ def _refuse_other_settings(sharded_by: dict[str, Any], wanted: dict[str, Any]) -
             continue
         if callable(before) and callable(now):  # functions cannot be compared
             warnings.warn(
-                f"{name} of this Trainer's strategy is another function than the function that the model was sharded "
-                "by, and is not called: the model stays as it is. Pass the same function to both.",
+                f"{name} of this Trainer's strategy differs from the function that the model was sharded with, and is "
+                "not called: the model is not changed. Pass the same function to both.",
                 stacklevel=2,
             )
         else:
@@ -656,7 +658,7 @@ def _refuse_other_settings(sharded_by: dict[str, Any], wanted: dict[str, Any]) -
     if listed:
         raise ValueError(
             f"an earlier Trainer has sharded this LightningModule with {'; '.join(listed)}. A sharded model keeps its "
-            "settings: give this Trainer's strategy and precision the same, or load a checkpoint into a new "
+            "settings: use the same settings in this Trainer's strategy and precision, or load a checkpoint into a new "
             "LightningModule."
         )
 
@@ -666,7 +668,7 @@ def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
     for name, each in module.named_modules():
         if each not in wrapped.modules and any(True for _ in each.parameters()):
             raise RuntimeError(
-                f"{type(module).__name__} was wrapped for an earlier stage, and {name} is another module now, "
+                f"{type(module).__name__} was wrapped for an earlier stage, but {name} is a different module now, "
                 "without the trained values. configure_model is called before each stage: return immediately if the "
                 "modules exist."
             )
@@ -692,8 +694,9 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
                 if id(param) not in known:
                     raise ValueError(
                         f"{type(optimizer).__name__}: parameter {place} of group {number}, of shape "
-                        f"{list(param.shape)}, is not of the sharded model. Either its layer is no submodule of the "
-                        f"LightningModule: make it an attribute. Or it was taken before the model was wrapped. {hint}"
+                        f"{list(param.shape)}, is not of the sharded model. Either its layer is not a submodule of the "
+                        "LightningModule: make it an attribute. Or the parameter was taken before the model was "
+                        f"wrapped. {hint}"
                     )
             stepped |= {id(param) for param in group["params"]}
     # An optimizer of a submodule (``self.net``) does not list the outermost wrapper's flat parameter.
@@ -715,8 +718,9 @@ def _not_in_optimizer(
     known, found = {id(param) for group in optimizer.param_groups for param in group["params"]}, list(params)
     if not found:
         raise RuntimeError(
-            "a finetuning callback has thawed modules without parameters: with use_orig_params=False only units list "
-            "theirs, as flat parameters. Leave use_orig_params at True, or have auto_wrap_policy pick these modules."
+            "a finetuning callback has thawed modules without parameters: with use_orig_params=False only units have "
+            "parameters, which are flat. Use use_orig_params=True, or an auto_wrap_policy that makes these modules "
+            "units."
         )
     lightnings(optimizer, [param for param in found if id(param) in known])  # warns about them
     return [param for param in found if id(param) not in known]
@@ -760,8 +764,8 @@ def _load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, s
     listed = [number for group in saved["param_groups"] for number in group["params"]]
     if len(names) != len(listed):
         raise ValueError(
-            f"the optimizer state in the checkpoint is of {len(listed)} parameters, and this "
-            f"{type(optimizer).__name__} has {len(names)}: make it of the same parameters, in the same groups"
+            f"the optimizer state in the checkpoint has {len(listed)} parameters, but this {type(optimizer).__name__} "
+            f"has {len(names)}: create it with the same parameters, in the same groups"
         )
     by_number = dict(zip(listed, names, strict=True))
     groups = [
@@ -779,9 +783,9 @@ def _names_in(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> list[str]
     names = [name for group in full["param_groups"] for name in group["params"]]
     if len(names) != sum(len(group["params"]) for group in optimizer.param_groups):
         raise ValueError(
-            "the checkpoint's optimizer state goes by the numbers of an unsharded model's parameters, and this "
-            "optimizer has flat parameters. Load it with FullyShardedStrategy(use_orig_params=True), the default, and "
-            "save it again: the new state contains names."
+            "the checkpoint's optimizer state numbers the parameters of an unsharded model, but this optimizer has "
+            "flat parameters. Load it with FullyShardedStrategy(use_orig_params=True), the default, and save it again: "
+            "the new state contains names."
         )
     return names
 

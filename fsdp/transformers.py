@@ -53,7 +53,7 @@ class Trainer(_PlainTrainer):
 
     def __init__(self, model: nn.Module | None = None, *others: Any, **options: Any) -> None:
         if not isinstance(model, nn.Module) or options.get("model_init") is not None:
-            raise TypeError("Trainer needs the sharded model itself; it cannot make one by model_init")
+            raise TypeError("Trainer needs the sharded model itself, and does not support model_init")
         if outermost(model) is None:
             raise ValueError(
                 f"this {type(model).__name__} is not sharded: wrap it first (or use transformers.Trainer, which trains "
@@ -74,8 +74,8 @@ class Trainer(_PlainTrainer):
         # Some arguments take precedence over the environment, and all ranks would then use the same batches.
         if dist.is_initialized() and self.args.world_size != dist.get_world_size():
             raise ValueError(
-                f"TrainingArguments knows of {self.args.world_size} rank(s), and there are {dist.get_world_size()}: "
-                "pass use_cpu=True on CPU, and start the ranks with torchrun"
+                f"TrainingArguments found {self.args.world_size} rank(s), but there are {dist.get_world_size()}: pass "
+                "use_cpu=True on CPU, and start the ranks with torchrun"
             )
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -112,8 +112,9 @@ class Trainer(_PlainTrainer):
         is_flat = any("flat_param_" in name for name, _ in self.model.named_parameters())
         if self.optimizer is None and self.args.weight_decay and is_flat:
             raise ValueError(
-                "weight_decay spares biases and norms, which are in one flat parameter with the rest here: wrap with "
-                "use_orig_params=True, or pass optimizers=(optimizer, None), made from the wrapped model's parameters"
+                "weight_decay excludes biases and norms, which are in one flat parameter with other parameters here: "
+                "wrap with use_orig_params=True, or pass optimizers=(optimizer, None), created from the wrapped "
+                "model's parameters"
             )
         return super().create_optimizer(model)
 
@@ -230,6 +231,6 @@ def _refuse(args: Any) -> None:
     wanted = [name for name in ("fsdp", "deepspeed", "auto_find_batch_size", "torch_compile") if getattr(args, name)]
     if wanted:
         raise ValueError(
-            f"{', '.join(wanted)}: the model is sharded already, and the Trainer must not wrap it once more. Leave it "
-            "out; compile blocks before they are wrapped (docs/performance.md)"
+            f"{', '.join(wanted)}: the model is sharded already, and the Trainer must not wrap it again. Omit this "
+            "argument; compile blocks before they are wrapped (docs/performance.md)"
         )

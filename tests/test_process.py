@@ -143,7 +143,7 @@ def _wrap_with(switch: str) -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     module = nn.Linear(2, 2)
     os.environ[switch] = "off"
-    with pytest.raises(ValueError, match=f"{switch}=off in the environment: give it the value 0"):
+    with pytest.raises(ValueError, match=f"{switch}=off in the environment: set it to 0"):
         FullyShardedDataParallel(module)
     os.environ[switch] = "1"
     assert FullyShardedDataParallel(module)(torch.ones(1, 2)).shape == (1, 2)  # nothing was changed before

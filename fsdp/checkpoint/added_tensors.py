@@ -38,7 +38,7 @@ def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
         if alone is module:
             raise
         warnings.warn(
-            f"{name} fails without sharded parameters, and no checkpoint has what it adds: {error}. {_REMEDY}",
+            f"{name} fails without sharded parameters, so the entries that it adds are not saved: {error}. {_REMEDY}",
             stacklevel=2,
         )
     buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
@@ -49,7 +49,9 @@ def added_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
     }
     found = {key: value for key, value in added.items() if isinstance(value, Tensor)}
     if others := sorted(added.keys() - found.keys()):
-        warnings.warn(f"{name} adds {', '.join(others)}, which no checkpoint has. {_REMEDY}", stacklevel=2)
+        warnings.warn(
+            f"{name} adds {', '.join(others)}, which are not tensors and are not saved. {_REMEDY}", stacklevel=2
+        )
     return found
 
 
@@ -84,8 +86,8 @@ def take_back(module: nn.Module, path: str, entries: dict[str, Tensor], key: str
     now = added_tensors(module, path).get(key)
     if now is None or not _have_equal_bytes(now, entries[key]):
         raise RuntimeError(
-            f"{path}{key}: {type(module).__name__}._save_to_state_dict adds it, and _load_from_state_dict does not "
-            f"take another value of it. Build the model with the saved value, or register a buffer. {_REMEDY}"
+            f"{path}{key}: {type(module).__name__}._save_to_state_dict adds it, but _load_from_state_dict does not "
+            f"load its value. Build the model with the saved value, or register a buffer. {_REMEDY}"
         )
 
 

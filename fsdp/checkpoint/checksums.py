@@ -142,5 +142,5 @@ def as_text(checksums: Iterable[int]) -> str:
 def from_text(text: str) -> list[int]:
     """Return the checksums from a text; the inverse of `as_text`."""
     if len(text) % 8 or not _DIGITS.fullmatch(text):
-        raise ValueError(f"{short(text)} is not made of eight digits for each checksum")
+        raise ValueError(f"{short(text)} does not consist of checksums with eight digits")
     return [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]

@@ -275,8 +275,8 @@ def _choices(args: argparse.Namespace) -> Choices:
 def _target(text: str) -> str:
     if text == "fairscale":
         raise argparse.ArgumentTypeError(
-            "FairScale's shards are read and not written: convert to torch, and load that file into the model before "
-            "FairScale wraps it"
+            "FairScale's shards can be read, but not written: convert to torch, and load that file into the model "
+            "before FairScale wraps it"
         )
     return text
 
@@ -284,7 +284,7 @@ def _target(text: str) -> str:
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or int(match[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, as 5000000, 500M or 5G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 5000000, 500M or 5G")
     return int(match[1]) * _FACTORS[match[2]]
 
 
@@ -435,9 +435,9 @@ def _convert(args: argparse.Namespace, choices: Choices) -> int:
             content = content_of(source, dtype, only, tied)
             if args.by_number and not source.is_in_order:
                 raise ValueError(
-                    f"{source.path} does not say in which order the model has the parameters of different units, so "
-                    "that their numbers are not known: leave --by-number out, and rekey the optimizer's state with the "
-                    "model (fsdp.optim_utils.rekey_optim_state_dict)"
+                    f"{source.path} does not contain the order of parameters of different units, so their numbers are "
+                    "unknown: omit --by-number, and rekey the optimizer's state with the model "
+                    "(fsdp.optim_utils.rekey_optim_state_dict)"
                 )
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -476,7 +476,7 @@ def _require_sense(args: argparse.Namespace, word: str) -> None:
         if is_given and word not in words:
             raise UsageError(f"{option} is for {' and '.join(words)}, and the target is {word}")
     if args.only == "optimizer" and (args.dtype or args.tied):
-        raise UsageError("--dtype and --tied are about the model, and --only optimizer leaves it out")
+        raise UsageError("--dtype and --tied apply to the model, which --only optimizer excludes")
 
 
 def _lost(source: Source, word: str) -> Iterator[str]:

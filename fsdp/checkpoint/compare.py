@@ -48,7 +48,7 @@ class Recorded:
                     found = json.loads(line)
                     if number == 1:
                         if found.get(FORMAT) != VERSION:
-                            raise ValueError(f"its version is {found.get(FORMAT)}, and {VERSION} is known here")
+                            raise ValueError(f"its version is {found.get(FORMAT)}, but only {VERSION} is supported")
                         about = {str(name): value for name, value in found.items() if name != FORMAT}
                     elif "values" not in found:
                         named = (tuple(each) for each in found["keys"])
@@ -63,11 +63,11 @@ class Recorded:
                         entries[place] = dict(zip(names, values, strict=True))
                 except BROKEN as error:
                     raise ValueError(
-                        f"{path} is no recording of fsdp.record_fingerprints, or damaged in line {number}: "
+                        f"{path} is not a recording of fsdp.record_fingerprints, or is damaged in line {number}: "
                         f"{type(error).__name__}: {readable(str(error))}"
                     ) from error
         if not about:
-            raise ValueError(f"{path} is empty, and no recording of fsdp.record_fingerprints")
+            raise ValueError(f"{path} is empty, not a recording of fsdp.record_fingerprints")
         return cls(about, entries)
 
     @property
@@ -116,7 +116,7 @@ def _in_time(place: Place) -> tuple[int, float]:
 def _run(args: argparse.Namespace, choices: Any) -> int:
     for path in (args.one, args.other):
         if not Path(path).exists():
-            raise UsageError(f"{path} is not there")
+            raise UsageError(f"{path} does not exist")
     one, other = Recorded.read(args.one), Recorded.read(args.other)
     for what in dict.fromkeys([*one.about, *other.about]):
         here, there = one.about.get(what), other.about.get(what)

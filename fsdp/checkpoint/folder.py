@@ -174,7 +174,8 @@ class Destination:
             raise NotADirectoryError(f"{self.path} is a file: a checkpoint is a folder, and needs a separate path")
         if os.path.isdir(self.path) and os.listdir(self.path) and not _is_complete(self.path):
             raise FileExistsError(
-                f"{self.path} has files in it and is no checkpoint: save to a new folder, or to an existing checkpoint"
+                f"{self.path} contains files and is not a checkpoint: save to a new folder, or to an existing "
+                "checkpoint"
             )
         os.makedirs(self.folder)
         self._token = uuid.uuid4().hex.encode()
@@ -211,8 +212,8 @@ class Destination:
         if not self._token or self.token != self._token:
             self._token = b""
             raise RuntimeError(
-                f"{self.folder} is not as this save has made it: another process saves to the same place. Use a "
-                "separate folder for each job, and restart a job only after all of its processes have ended"
+                f"{self.folder} was changed during this save: another process saves to the same place. Use a separate "
+                "folder for each job, and restart a job only after all of its processes have ended"
             )
         for entry in os.scandir(self.path) if os.path.isdir(self.path) else ():
             if not OURS.fullmatch(entry.name):  # user files, such as a configuration or a tokenizer

@@ -40,7 +40,7 @@ class GeneratorStates:
     def __post_init__(self) -> None:
         checks = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch}
         if not isinstance(self.states, dict) or not checks.keys() <= self.states.keys():
-            raise ValueError("the states of random number generators are not those of Python's, NumPy's and torch's")
+            raise ValueError("the states of random number generators do not include Python's, NumPy's and torch's")
         for name, check in checks.items():
             try:
                 check(self.states[name])
@@ -65,9 +65,9 @@ class GeneratorStates:
 def _check_python(state: Any) -> None:
     version, words, gauss = state
     if not (isinstance(words, tuple) and all(type(word) is int and 0 <= word < 1 << 32 for word in words)):
-        raise ValueError("it is not made of numbers of 32 bits")
+        raise ValueError("it does not consist of numbers of 32 bits")
     if version == 3 and not (len(words) == _WORDS + 1 and 1 <= words[-1] <= _WORDS):
-        raise ValueError(f"it has {len(words)} numbers, of which the last one is its position")
+        raise ValueError(f"it has {len(words)} numbers, or an invalid position as the last one")
     if not (gauss is None or isinstance(gauss, float)):
         raise ValueError("its value for the next call is not a number")
     random.Random().setstate(state)
@@ -78,7 +78,7 @@ def _check_numpy(state: Any) -> None:
     if kind != "MT19937":
         raise ValueError(f"it is not of the kind MT19937, which numpy.random has: {kind!r}")
     if not isinstance(keys, bytes) or len(keys) != 4 * _WORDS:
-        raise ValueError(f"it is not made of {_WORDS} numbers of 32 bits")
+        raise ValueError(f"it does not consist of {_WORDS} numbers of 32 bits")
     if type(position) is not int or not 0 <= position <= _WORDS:
         raise ValueError(f"its position is {position!r}, and must be 0 to {_WORDS}")
     if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
@@ -91,7 +91,7 @@ def _check_torch(state: Any) -> None:
     torch.Generator().set_state(state)  # which validates each number
     left, _, position = _POSITION.unpack_from(state.numpy().tobytes())
     if left + position > _WORDS + 1:
-        raise ValueError(f"{left} of its numbers are left from position {position} on, and it has {_WORDS}")
+        raise ValueError(f"{left} of its numbers are left from position {position} on, but it has {_WORDS}")
 
 
 def _is_bytes(state: Any) -> bool:

@@ -61,14 +61,17 @@ def encoded(value: Any, where: str) -> Any:
     if isinstance(value, Tensor):
         return {_TENSOR: _encoded_tensor(value, where)}
     raise TypeError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds None, numbers, strings, "
-        "bytes, lists, tuples, dicts and small tensors besides the model and the optimizer. Save its contents instead."
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}: besides the model and the optimizer, a "
+        "checkpoint contains only None, numbers, strings, bytes, lists, tuples, dicts and small tensors. Save its "
+        "contents instead."
     )
 
 
 def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
     if type(value := value.detach()) is not Tensor or value.dtype not in KINDS or value.layout is not torch.strided:
-        raise TypeError(f"{where} is a {type(value).__name__} of {value.dtype} and {value.layout}, which no file holds")
+        raise TypeError(
+            f"{where} is a {type(value).__name__} of {value.dtype} and {value.layout}, which cannot be saved"
+        )
     if value.nbytes > MAX_TENSOR_BYTES:
         raise TypeError(
             f"{where} is a tensor of {value.nbytes} bytes: the values of a checkpoint are small (at most "
@@ -118,4 +121,4 @@ def _decoded(value: Any) -> Any:
         raise
     except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{kind} has {short(content, 40)}: {readable(str(error), 500)}") from None
-    raise ValueError(f"no values are of the kind {short(kind)}: a newer version has written them")
+    raise ValueError(f"unknown kind of value {short(kind)}: saved by a newer version")

@@ -173,7 +173,9 @@ def load(
         settings = f"strict={bool(strict)}, generators={bool(generators)}, weights={bool(weights)}, {given}"
         agree_on(ranks, "settings to load a checkpoint", settings)
     if not weights and optimizer is None:
-        raise ValueError("fsdp.load(weights=False) loads an optimizer only, and none was given: pass the optimizer")
+        raise ValueError(
+            "fsdp.load(weights=False) loads an optimizer only, but no optimizer was given: pass the optimizer"
+        )
     with ExitStack() as stack:
         source = done_by_all(
             everyone,
@@ -281,12 +283,12 @@ def _names_of(place: str, model: nn.Module, optimizer: Any) -> list[list[str]]:
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     if len(given) != 1:
-        raise ValueError(f"{place} has the state of one optimizer, and {len(given)} were given")
+        raise ValueError(f"{place} has the state of one optimizer, but {len(given)} were given")
     groups = [group["params"] for group in groups_of(given[0])]
     if any(isinstance(param, FlatParameter) for params in groups for param in params):
         raise ValueError(
-            f"{place} numbers the parameters of an unsharded model, and flat parameters are several in one: shard with "
-            "fully_shard or use_orig_params=True, or load the model alone, without the optimizer"
+            f"{place} numbers the parameters of an unsharded model, but a flat parameter contains several of them: "
+            "shard with fully_shard or use_orig_params=True, or load the model alone, without the optimizer"
         )
     names = {id(param): plain_name(name) for name, param in named_shards(model).items()}
     return [[names.get(id(param), "a parameter that the model does not have") for param in params] for params in groups]
@@ -366,22 +368,22 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     form, own = target.description, target.form
     if stored.form and stored.form != own:
         found.append(
-            f"{stored} is {stored.form}, and the model's is {form or own or 'a tensor'}: load it into a model with the "
-            "same class and metadata, which is quantised in the same way"
+            f"{stored} is {stored.form}, but the model's is {form or own or 'a tensor'}: load it into a model that is "
+            "quantised in the same way, with the same class and metadata"
         )
     elif form and (stored.shape, stored.dtype) != (target.shape, target.dtype):
         found.append(
-            f"{stored} has shape {list(stored.shape)} of {stored.dtype}, and the model's, {list(target.shape)} of "
-            f"{target.dtype}, is {form}: load files of a model that is quantised and sharded in "
-            "the same way, or pass a state dict to load_state_dict"
+            f"{stored} has shape {list(stored.shape)} of {stored.dtype}, but the model's, {list(target.shape)} of "
+            f"{target.dtype}, is {form}: load files of a model that is quantised and sharded in the same way, or pass "
+            "a state dict to load_state_dict"
         )
     elif stored.shape != target.shape:
-        found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")
+        found.append(f"{stored} has shape {list(stored.shape)}, but the model's {list(target.shape)}")
     if stored.dtype.is_complex and not target.dtype.is_complex:
-        found.append(f"{stored} is of {stored.dtype}, and the model's of {target.dtype}")
+        found.append(f"{stored} is of {stored.dtype}, but the model's of {target.dtype}")
     if isinstance(target, UnshardedTensor) and target.tensor.is_meta and isinstance(target.tensor, nn.Parameter):
         # Other objects may refer to this tensor, and would not see a replacement.
-        found.append(f"{target.names[0]} is on the meta device: give it memory first (to_empty), or wrap it")
+        found.append(f"{target.names[0]} is on the meta device: allocate it first (to_empty), or wrap it")
     if isinstance(target, UnshardedTensor) and not target.tensor.is_meta:
         local = local_part(target.tensor)
         repeats = any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True))

@@ -132,11 +132,11 @@ def _read(folder: str) -> tuple[dict[str, Any], str]:
         if hashlib.sha256(_text(content).encode()).hexdigest() != digest:
             raise ValueError(f"{path} is damaged: it does not match its checksum")
         if not isinstance(content, dict):
-            raise ValueError(f"{path} is damaged: what it says of a checkpoint is {short(content)}")
+            raise ValueError(f"{path} is damaged: its content is {short(content)}")
         if content.get("format") != _FORMAT or content.get("version") != VERSION:
             raise ValueError(
-                f"{path} is of version {short(content.get('version'))}, and this is version {VERSION}: load it with "
-                "the library that has saved it, or a newer one"
+                f"{path} is of version {short(content.get('version'))}, but this library supports version {VERSION}: "
+                "load it with the version that saved it, or a newer one"
             )
         try:
             _check(content)
@@ -160,7 +160,7 @@ def _check(content: Mapping[str, Any]) -> None:
     if not _is_count(world_size) or world_size == 0:
         raise ValueError(f"world_size is {short(world_size)}")
     if generators is not None and not (isinstance(generators, list) and len(generators) == world_size):
-        raise ValueError(f"generators are not those of {world_size} ranks")
+        raise ValueError(f"there are not {world_size} states of generators, one for each rank")
     if not isinstance(extra, dict):
         raise ValueError(f"extra is {short(extra)}")
     for stem in _STEMS:
@@ -178,14 +178,16 @@ def _check(content: Mapping[str, Any]) -> None:
 def _check_files(stem: str, content: Any) -> None:
     files, checksums = (content.get("files"), content.get("crc32")) if isinstance(content, dict) else (None, None)
     if not (isinstance(files, dict) and files and isinstance(checksums, dict)):
-        raise ValueError(f"{stem} has no files and checksums, but {short(content)}")
+        raise ValueError(f"{stem} should have files and checksums, but is {short(content)}")
     for name, numbers in files.items():
         if not OURS.fullmatch(name) or not name.startswith(stem):
-            raise ValueError(f"{stem} has a file {short(name)}, and a checkpoint has none of that name")
+            raise ValueError(f"{stem} has a file {short(name)}, which is not a name of a checkpoint's files")
         if not (isinstance(numbers, list) and len(numbers) == 3 and all(map(_is_count, numbers))):
-            raise ValueError(f"{name} has {short(numbers)} for its size, its header's, and the checksum of that")
+            raise ValueError(
+                f"{name} has {short(numbers)} instead of its size, its header's size, and the header's checksum"
+            )
     if _entrance(stem, files) not in files:
-        raise ValueError(f"{stem} has the files {short(list(files))}, and none that says where its tensors are")
+        raise ValueError(f"{stem} has the files {short(list(files))}, but none that lists its tensors")
     for name, text in checksums.items():
         if not isinstance(text, str):
             raise ValueError(f"the checksums of {short(name)} are {short(text)}")
@@ -268,7 +270,7 @@ def _steadily(path: str | os.PathLike[str], look: Callable[[str, ExitStack], _Fo
                     stack.pop_all()
                     return found
     raise ValueError(
-        f"{os.fspath(path)} was replaced each time that it was opened, {_ATTEMPTS} times: begin anew, when no process "
+        f"{os.fspath(path)} was replaced each time that it was opened, {_ATTEMPTS} times: load it when no process "
         "saves to it"
     )
 
@@ -287,7 +289,7 @@ def complete(path: str | os.PathLike[str]) -> str:
     place = place_of(path)
     folder = found(place)
     if folder is None:
-        raise FileNotFoundError(f"{place} is no complete checkpoint: {_what_is_there(place)}")
+        raise FileNotFoundError(f"{place} is not a complete checkpoint: {_what_is_there(place)}")
     return folder
 
 

@@ -204,7 +204,7 @@ class UnshardedTensor:
         part, local = self.part, local_part(self.tensor)
         if part is not None and not all(each.is_shard() or each.is_replicate() for each in part.placements):
             raise NotImplementedError(
-                f"{self.names[0]} has placements {list(part.placements)}: files hold what is Shard or Replicate"
+                f"{self.names[0]} has placements {list(part.placements)}: only Shard and Replicate can be saved"
             )
         box = Box.whole(local.shape) if part is None else Box.whole(local.shape).moved(part.offsets)
         return Held(box, 0, local.numel(), 0) if local.numel() else None
@@ -213,8 +213,8 @@ class UnshardedTensor:
         if self.tensor.layout is not torch.strided or self.tensor.is_nested:
             kind = "nested" if self.tensor.is_nested else str(self.tensor.layout).removeprefix("torch.")
             raise TypeError(
-                f"{self.names[0]} is a {kind} tensor, and files hold tensors with a value for each element: register "
-                "the tensors it is made of, such as indices and values, as buffers, and it with persistent=False"
+                f"{self.names[0]} is a {kind} tensor, which cannot be saved: register the tensors that it consists of, "
+                "such as indices and values, as buffers, and this tensor with persistent=False"
             )
 
     def vector(self) -> Tensor:
@@ -387,8 +387,8 @@ def all_ranks(everyone: Sequence[Ranks], what: str) -> Ranks:
     """Return the ranks that save a model together; for a model without units, all ranks."""
     if len(everyone) > 1:
         raise RuntimeError(
-            f"cannot {what}: the outermost units of this model are spread over different ranks. "
-            "Wrap the outermost module, with a process_group of all these ranks."
+            f"cannot {what}: the outermost units of this model are sharded over different ranks. Wrap the outermost "
+            "module, with a process_group of all these ranks."
         )
     if everyone:
         return everyone[0]
@@ -431,8 +431,8 @@ def _require_one_model(model: nn.Module, units: Sequence[Unit], what: str) -> No
         is_spread = all(is_on_many_ranks(handle.flat_param.parts) for handle in unit.owned_handles)
         if is_apart(unit, most) and not is_spread:
             raise RuntimeError(
-                f"cannot {what}: {unit.name} has a separate process group, so that ranks outside of it "
-                "have other values under the same names. Save it separately for each group, each to a separate folder."
+                f"cannot {what}: {unit.name} has a separate process group, so ranks outside it have different values "
+                "under the same names. Save it for each group to a separate folder."
             )
 
 

@@ -60,20 +60,21 @@ class Optimizers:
         is_list = isinstance(given, (list, tuple))
         self._all: Sequence[Any] = given if is_list else [given]
         if not self._all:
-            raise ValueError("an empty list of optimizers: pass None to exclude the optimizer's state")
+            raise ValueError("the list of optimizers is empty: pass None to exclude the optimizer's state")
         self._by_param: dict[nn.Parameter, Any] = {}
         for number, optimizer in enumerate(self._all):
             if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
                 needed = "an optimizer with param_groups, state and load_state_dict is needed, got"
                 raise TypeError(
-                    f"{f'number {number} in the list of optimizers is none:' if is_list else needed} {optimizer!r}"
+                    f"{f'number {number} in the list of optimizers is not an optimizer:' if is_list else needed} "
+                    f"{optimizer!r}"
                 )
             _refuse_other_state(optimizer)
             for param in (param for group in groups_of(optimizer) for param in group["params"]):
                 if self._by_param.setdefault(param, optimizer) is not optimizer:
                     raise ValueError(
                         f"a parameter of shape {list(param.shape)} is in two of the optimizers, the second one number "
-                        f"{number}: a checkpoint holds one state for each"
+                        f"{number}: a checkpoint contains one state for each parameter"
                     )
         self.tensors = tensors
         found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
@@ -131,8 +132,8 @@ def _refuse_other_state(optimizer: Any) -> None:
     if "state" not in keys:
         raise TypeError(
             f"{type(optimizer).__name__}.state_dict() has {', '.join(map(str, keys))} instead of state and "
-            "param_groups: a checkpoint would lack a part of its state. Pass the optimizer inside of it; or save its "
-            "state_dict() by torch.save on each rank, for as many ranks"
+            "param_groups: a checkpoint would lack a part of its state. Pass the optimizer inside it; or save its "
+            "state_dict() with torch.save on each rank, to load on the same number of ranks"
         )
 
 
@@ -280,7 +281,7 @@ def check_rest(rest: Any, tensors: Container[str]) -> None:
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise ValueError(f"group {number} of the optimizer has {short(names)} for the names of its parameters")
         if any(name not in states for name in names):
-            raise ValueError(f"there is no state of {short(next(name for name in names if name not in states))}")
+            raise ValueError(f"there is no state for {short(next(name for name in names if name not in states))}")
         if not isinstance(decoded(options), dict):
             raise ValueError(f"group {number} of the optimizer has the options {short(options)}")
     for name, saved in states.items():
@@ -295,7 +296,7 @@ class StatePlan:
     def __init__(self, given: Any, tensors: Mapping[str, Target], source: Source) -> None:
         rest = source.optimizer_rest
         if source.optimizer is None:
-            raise ValueError(f"{source.path} has no optimizer in it: load it without one")
+            raise ValueError(f"{source.path} contains no optimizer: load it without an optimizer")
         self._files, self._optimizers = source.optimizer, Optimizers(given, tensors)
         params, groups = self._optimizers.params, self._optimizers.groups
         saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
@@ -330,7 +331,7 @@ class StatePlan:
         used = set(names.values())
         left = [name for name in saved_in if name not in used]
         if left:
-            self.problems.append(f"the optimizer of the checkpoint has {', '.join(left)}, and this one has not")
+            self.problems.append(f"the optimizer of the checkpoint has {', '.join(left)}, but this one does not")
 
     @torch.no_grad()
     def read(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -377,8 +378,8 @@ def _other_settings(optimizers: Optimizers, rest: Any) -> list[str]:
     if not saved or own == saved or wanted == given:
         return []
     return [
-        f"the optimizer is {own}, with settings {', '.join(sorted(wanted - given)) or 'of its own'}, and that of the "
-        f"checkpoint is {saved}, with {', '.join(sorted(given - wanted)) or 'fewer'}"
+        f"the optimizer is {own}, with the settings {', '.join(sorted(wanted - given)) or 'of its own'}, but that of "
+        f"the checkpoint is {saved}, with {', '.join(sorted(given - wanted)) or 'fewer'}"
     ]
 
 
@@ -398,6 +399,6 @@ def _misfits(
                 if stored is None:
                     yield f"{files.path} has no {name}/{key}"
                 elif stored.shape != wanted:
-                    yield f"{stored} has shape {list(stored.shape)}, and the model's {list(wanted)}"
+                    yield f"{stored} has shape {list(stored.shape)}, but the model's {list(wanted)}"
                 elif kind.shape is not None and not is_owned:
                     yield odd_shape(key, name, kind.shape, f"the parameter {tuple(original.shape)}", ELEMENTWISE)

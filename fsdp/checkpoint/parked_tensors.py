@@ -100,10 +100,10 @@ class ParkedTensors:
                     own = f"{self.part}.{name}"
                     if not storage.resizable():
                         raise ValueError(
-                            f"{own} cannot be parked, because NumPy or another process shares its memory, or has "
-                            "shared it, or because torch.load has allocated it, or it is of an earlier parking in a "
-                            "folder: give NumPy, or the model or optimizer that was loaded, a copy "
-                            "(tensor.detach().clone()), or leave out this part"
+                            f"{own} cannot be parked, because its memory is or was shared with NumPy or another "
+                            "process, or was allocated by torch.load or by an earlier parking in a folder: use a copy "
+                            "(tensor.detach().clone()) for NumPy, or in the loaded model or optimizer, or omit this "
+                            "part"
                         )
                     own = f"{own}.{len(names)}" if own in names else own
                     names.add(own)

@@ -137,7 +137,7 @@ class _Parked(ParkedTensors):
     ) -> None:
         message = (
             f"the {part} of {root.name} {'is' if part == 'optimizer' else 'are'} parked: call fsdp.unpark(model) "
-            "before, on every rank, or leave `with fsdp.parked(...)`"
+            "first, on every rank, or leave `with fsdp.parked(...)`"
         )
         super().__init__(part, to, message, is_readable=part != "gradients")
         self.root, self.steps, self._handle, self.undo = root, steps, handle, ExitStack()

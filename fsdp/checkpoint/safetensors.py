@@ -63,7 +63,7 @@ _STORED_AT_ONCE = 1 << 20  # bytes: larger writes are sent to the disk immediate
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"{short([name for name, _ in pairs])} are the keys of one object")
+        raise ValueError(f"the keys of an object are not unique: {short([name for name, _ in pairs])}")
     return found
 
 
@@ -109,7 +109,7 @@ class SafetensorsFiles(TensorReader):
             if file not in files:
                 files[file] = self._of_file(file)
             if name not in files[file]:
-                raise ValueError(f"{self.path} says that {name} is in {os.path.basename(file)}, but it is not")
+                raise ValueError(f"{self.path} lists {name} in {os.path.basename(file)}, which does not contain it")
             found[name] = files[file][name]
         return found
 
@@ -149,7 +149,7 @@ def files_by_name(index: str) -> dict[str, str]:
     places = {file: beside(index, file) for file in names.values()}
     for name, file in names.items():
         if not os.path.exists(places[file]):
-            raise FileNotFoundError(f"{index} names {places[file]} for {name}, and there is no such file")
+            raise FileNotFoundError(f"{index} names {places[file]} for {name}, which does not exist")
     return {name: places[file] for name, file in names.items()}
 
 
@@ -160,7 +160,7 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER):
             raise ValueError(
-                f"{path} is no whole safetensors file: its {size} bytes cannot hold a header of {length} bytes "
+                f"{path} is not a complete safetensors file: its {size} bytes cannot hold a header of {length} bytes "
                 f"(at most {_MAX_HEADER})"
             )
         text = file.read(length)
@@ -188,7 +188,7 @@ def _members(path: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, header.strings() if name == _METADATA else header.entry(name)
         header.end()
     except ValueError as error:
-        raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
+        raise ValueError(f"{path} is not a safetensors file: its header cannot be read: {error}") from None
 
 
 class _JsonText:
@@ -257,10 +257,10 @@ def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{name} in {path} has no dtype, shape and two data_offsets, but {short(entry)}") from None
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(f"{name} in {path} is of dtype {short(kind)}, which torch {torch.__version__} has not")
+        raise ValueError(f"{name} in {path} is of dtype {short(kind)}, which torch {torch.__version__} does not have")
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if isinstance(shape, list) and len(shape) > _MAX_DIMS:
-        raise ValueError(f"{name} in {path} has {len(shape)} dimensions, and at most {_MAX_DIMS} are read")
+        raise ValueError(f"{name} in {path} has {len(shape)} dimensions, but at most {_MAX_DIMS} are supported")
     if any(type(number) is not int or not 0 <= number <= _MOST_ELEMENTS for number in numbers):
         raise ValueError(f"{name} in {path} has shape {short(shape)} and data_offsets {short(entry['data_offsets'])}")
     numel = 0 if 0 in shape else 1
@@ -306,7 +306,7 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     if not files and not indices:
         raise FileNotFoundError(f"{place} has no .safetensors file, and no {INDEX_SUFFIX[1:]} of several")
     shown = readable(", ".join(indices or files), 500)
-    raise ValueError(f"{place} has several safetensors files, {shown}: name the one that is meant")
+    raise ValueError(f"{place} has several safetensors files, {shown}: pass one of them")
 
 
 class CheckedFiles(SafetensorsFiles):
@@ -321,10 +321,12 @@ class CheckedFiles(SafetensorsFiles):
         self._expected = {name: from_text(text) for name, text in checksums.items()}
         for name, tensor in self.tensors.items():
             if len(self._expected.get(name, ())) != -(-tensor.nbytes // BLOCK_BYTES):
-                raise ValueError(f"{tensor} is of {tensor.nbytes} bytes, for which there are other checksums, or none")
+                raise ValueError(
+                    f"{tensor} is of {tensor.nbytes} bytes, but its checksums are missing or for another size"
+                )
         missing = next((name for name in checksums if name not in self.tensors), None)
         if missing is not None:
-            raise ValueError(f"{self.path} has no tensor {readable(missing)}, and there are checksums of it")
+            raise ValueError(f"{self.path} has no tensor {readable(missing)}, but its checksums exist")
         self.tensors = {name: self.tensors[name] for name in checksums}  # in the order of the checksums
         self._fragments: list[Fragment] = []
         self._checksums = ChecksumThreads()
@@ -360,8 +362,8 @@ class CheckedFiles(SafetensorsFiles):
         if checksum != self._expected[name][block]:
             begin, end = block_span(block, self.tensors[name].nbytes)
             raise ValueError(
-                f"{self.tensors[name]} is damaged: bytes {begin} to {end} of it are not what was saved. Load another "
-                "checkpoint."
+                f"{self.tensors[name]} is damaged: bytes {begin} to {end} of it do not match their checksum. Load "
+                "another checkpoint."
             )
 
     @property
@@ -469,14 +471,14 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     Multiple files are followed by an index.
     """
     if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
-        raise ValueError(f"two tensors have the name {twice[0]}: a file can contain only one of them")
+        raise ValueError(f"two tensors have the name {twice[0]}: names must be unique")
     for entry in entries:
         if entry.name == _METADATA:
-            raise ValueError(f"no tensor can have the name {_METADATA}, which safetensors files use: rename it")
+            raise ValueError(f"the name {_METADATA} is reserved in safetensors files: rename the tensor")
         if entry.dtype not in KINDS:
             raise TypeError(f"{entry.name} is of {entry.dtype}, {NO_KIND}")
         if len(entry.shape) > _MAX_DIMS:
-            raise ValueError(f"{entry.name} has {len(entry.shape)} dimensions, and a file can hold {_MAX_DIMS}")
+            raise ValueError(f"{entry.name} has {len(entry.shape)} dimensions, but a file supports at most {_MAX_DIMS}")
     bundles: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -518,7 +520,7 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     text += b" " * (-(len(text) + _LENGTH_BYTES) % _LINE)
     if len(text) > _MAX_HEADER:
         raise ValueError(
-            f"the names of {len(entries)} tensors need {len(text)} bytes, and a safetensors file can have "
+            f"the names of {len(entries)} tensors need {len(text)} bytes, but a safetensors file can have "
             f"{_MAX_HEADER}: divide them among several files (max_file_bytes)"
         )
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text

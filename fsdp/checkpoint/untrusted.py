@@ -44,7 +44,7 @@ def descriptor(path: str | os.PathLike[str]) -> int:
     os.close(fd)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), place)
-    raise ValueError(f"{place} is a pipe, a socket or a device, and no regular file")
+    raise ValueError(f"{place} is a pipe, a socket or a device, not a regular file")
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
@@ -57,7 +57,7 @@ def content_of(path: str | os.PathLike[str], most: int | None = None) -> bytes:
     with opened(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if most is not None and nbytes > most:
-            raise ValueError(f"{os.fspath(path)} has {nbytes} bytes, and at most {most} are read")
+            raise ValueError(f"{os.fspath(path)} has {nbytes} bytes, but at most {most} are supported")
         return file.read()
 
 
@@ -78,8 +78,8 @@ def beside(path: str, name: str) -> str:
     homes = (os.path.realpath(folder), os.path.dirname(os.path.realpath(path)))
     if not any(real.startswith(os.path.join(home, "")) for home in homes):
         raise ValueError(
-            f"{path} names {name!r}, which is a link to {real}, outside of its folder: put the file itself there, or "
-            "links to one folder for both"
+            f"{path} names {name!r}, which is a link to {real}, outside its folder: replace the link by the file, or "
+            "link both files to one folder"
         )
     return place
 
@@ -122,5 +122,5 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
         if type(error) is ValueError:  # which describes the error
             text = text if place in text else f"{place}: {text}"
         elif type(error) is not TypeError or place not in text:
-            text = f"{place} is damaged, or of a form that is not known here: {type(error).__name__}: {text}"
+            text = f"{place} is damaged, or has an unknown form: {type(error).__name__}: {text}"
         raise ValueError(readable(text)) from None

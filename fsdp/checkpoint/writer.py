@@ -121,7 +121,7 @@ class Place:
         if self.step is not None and self.step < 0:
             raise ValueError(f"step must be 0 or more, got {self.step}")
         if self.keep is not None and (self.step is None or self.keep < 1):
-            raise ValueError(f"keep={self.keep} must be positive, and is for checkpoints with a step")
+            raise ValueError(f"keep={self.keep} must be positive, and requires step")
 
     @property
     def folder(self) -> str:
@@ -133,7 +133,7 @@ class Place:
         if os.path.commonpath((folder, here)) == folder:
             raise ValueError(
                 f"cannot save to {os.fspath(self.path)!r}: the checkpoint would replace the current folder, {here}. "
-                "Give a folder inside of it, such as 'checkpoint'"
+                "Pass a folder inside it, such as 'checkpoint'"
             )
 
     @property
@@ -143,8 +143,8 @@ class Place:
             last = newest(self.path)
             return f"The newest complete checkpoint is {last}." if last else f"{self.path} has no complete checkpoint."
         if complete_at(self.folder) is None:
-            return f"{self.folder} is no complete checkpoint."
-        return f"{self.folder} is a complete checkpoint: that from before, or this one if all ranks had written it."
+            return f"{self.folder} is not a complete checkpoint."
+        return f"{self.folder} is a complete checkpoint: the previous one, or this one if all ranks had written it."
 
     def tidy(self) -> None:
         """Remove the older checkpoints beyond `keep`, after this checkpoint is complete."""
@@ -360,8 +360,8 @@ def _refuse_other_model(path: str) -> None:
         store.set(key, mine)
     else:
         raise ValueError(
-            f"{path} is a checkpoint of another model, which rank {first} and its ranks have saved in this job. Rank "
-            f"{mine} would replace it. Save every model to its own folder, also every stage of a pipeline"
+            f"{path} is a checkpoint of another model, which rank {first} and the ranks of its group saved in this "
+            f"job. Rank {mine} would replace it. Save every model, and every stage of a pipeline, to a separate folder"
         )
 
 
@@ -416,8 +416,8 @@ class Senders:
         for rank in self.ranks:
             if rank >= self._comm.world_size:
                 raise RuntimeError(
-                    f"rank {rank} does not see {folder}, which rank 0 has made, and cannot send its part there: "
-                    "save to a file system that all ranks share"
+                    f"rank {rank} does not see {folder}, which rank 0 has created, and cannot write its part: save to "
+                    "a file system that all ranks share"
                 )
 
     def send(

@@ -199,7 +199,7 @@ class ReduceScatterBucketer:
         """
         for (dtype, _, _), bucket in self.buckets.items():
             if bucket:
-                raise RuntimeError(f"teardown: {len(bucket)} reductions of {dtype} wait; call flush() first")
+                raise RuntimeError(f"teardown: {len(bucket)} reductions of {dtype} are pending: call flush() first")
         self.buckets.clear()
 
 
@@ -236,7 +236,7 @@ def check_param_counts_before_sharding(full_optim_state_dict: Mapping[str, Any],
     if full_optim_state_dict["state"] and found != n_instances:
         raise ValueError(
             f"this model has {n_instances} wrappers with parameters, itself included, and the model that the optimizer "
-            f"state was saved of had {found}: wrap the same modules as then"
+            f"state was saved of had {found}: wrap the same modules as that model"
         )
 
 
@@ -390,19 +390,19 @@ INSTEAD = {
             "model_parallel",
             "use DTensors (torch.distributed.tensor.parallel) and wrap them, see docs/sharding.md",
         ),
-        ("moe MOELayer Top2Gate", "write the layer yourself and give its wrapper a process_group of its own"),
+        ("moe MOELayer Top2Gate", "write the layer yourself and pass its wrapper a separate process_group"),
         (
             "adam Adam Precision",
             "torch.optim has optimizers; wrapped by FullyShardedDataParallel, all of them are sharded",
         ),
-        ("adascale AdaScale AdaScaleWrapper", "scale the learning rate in your own code; nothing here does so"),
+        ("adascale AdaScale AdaScaleWrapper", "scale the learning rate in your own code"),
         ("layerwise_gradient_scaler", "ShardedGradScaler has one scale for all layers"),
         (
             "param_bucket GradBucket ParamBucket Bucket",
-            "these belong to ShardedDataParallel; ReduceScatterBucketer is what FullyShardedDataParallel has",
+            "these belong to ShardedDataParallel; FullyShardedDataParallel has ReduceScatterBucketer",
         ),
-        ("get_process_group_cached", "make the group with torch.distributed.new_group, once"),
-        ("validate_process_group", "FullyShardedDataParallel checks its groups by itself"),
+        ("get_process_group_cached", "create the group with torch.distributed.new_group, once"),
+        ("validate_process_group", "FullyShardedDataParallel checks its groups automatically"),
         ("chunk_and_pad", "torch.chunk, and torch.nn.functional.pad for the last piece"),
         ("enable_pytorch_sync_bn", "current versions of torch need no such patch"),
         ("OffloadConfig ssd_offload", 'pass offload="disk" and offload_folder to FullyShardedDataParallel'),
@@ -439,8 +439,8 @@ def install(force: bool = False) -> None:
     found = None if force else find_spec(_ROOT)
     if found is not None:
         raise RuntimeError(
-            f"FairScale is installed ({found.origin}) and would be hidden. Uninstall it, or say that this is meant: "
-            "fsdp.compat.fairscale.install(force=True)."
+            f"FairScale is installed ({found.origin}) and would be hidden. Uninstall it, or confirm that it is to be "
+            "hidden: fsdp.compat.fairscale.install(force=True)."
         )
     sys.meta_path.insert(0, _FINDER)
     # For `torch.load` with its default, ``weights_only=True``, of files that refer to these FairScale classes.
@@ -509,5 +509,5 @@ _FINDER = _Finder()
 def _missing(fullname: str) -> str:
     instead = next((INSTEAD[part] for part in fullname.split(".") if part in INSTEAD), None)
     return f"fsdp.compat.fairscale has no {fullname}: " + (
-        instead or "it covers FullyShardedDataParallel and what belongs to it; docs/migration.md lists all names"
+        instead or "it covers FullyShardedDataParallel and related names only; docs/migration.md lists all names"
     )

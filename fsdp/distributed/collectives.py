@@ -462,8 +462,8 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     is_ours = is_gloo and not _only_torch and behind(group) is group
     if is_ours and "cpu" not in backends:
         raise ValueError(
-            f"the process group has gloo for {device.type} only, and its messages pass through host memory. Create the "
-            f"group with backend='cpu:gloo,{device.type}:gloo'"
+            f"the process group uses gloo for {device.type} only, which requires gloo for host memory as well. Create "
+            f"the group with backend='cpu:gloo,{device.type}:gloo'"
         )
     known = checked(group, is_ours)
     key = (group, device.type, type(known), is_ours)

@@ -65,7 +65,7 @@ class CommHook:
     def __reduce__(self) -> Any:
         raise TypeError(
             f"a model with a communication hook ({self.name}) cannot be pickled, because the hook knows the ranks. "
-            "Save state_dict(), or pickle the model before register_comm_hook."
+            "Save its state_dict(), or pickle the model before register_comm_hook."
         )
 
     def reduce(self, gradient: Tensor, of: tuple[str, Communicator, int], dtype: torch.dtype) -> Tensor:
@@ -93,12 +93,12 @@ class CommHook:
             raise RuntimeError(
                 f"{call.name}: the communication hook {self.name} returned a {type(returned).__name__}, which would be "
                 "ignored: fill `shard` in place and return None. (Hooks of DistributedDataParallel, which return "
-                "futures, are others.)"
+                "futures, are not supported.)"
             )
         if _kind(shard) != expected:
             raise RuntimeError(
-                f"{call.name}: the communication hook {self.name} left {list(shard.shape)} of {shard.dtype} on "
-                f"{shard.device} in `shard`, which was [{expected[0][0]}] on {expected[1]}: fill it in place."
+                f"{call.name}: the communication hook {self.name} replaced `shard` by {list(shard.shape)} of "
+                f"{shard.dtype} on {shard.device}; it was [{expected[0][0]}] on {expected[1]}: fill it in place."
             )
         return shard.to(dtype)
 
@@ -156,12 +156,12 @@ def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtyp
     call = _running.get()
     if call is None:
         raise RuntimeError(
-            "reduce_scatter is for communication hooks while they run, because its messages carry the "
-            "number of a unit. Elsewhere use torch.distributed."
+            "reduce_scatter can be called only inside a communication hook, because its messages contain the number of "
+            "a unit. Elsewhere use torch.distributed."
         )
     comm = call.comm if group is None else communicator(default_group(group), tensor.device)
     if tensor.dim() != 1 or tensor.numel() % comm.world_size:
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} cannot be cut into {comm.world_size} equal parts")
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} cannot be divided into {comm.world_size} equal parts")
     if comm.is_read_in_place(tensor):
         tensor = tensor.clone()  # the hook may write to `tensor` after this function returns
     return comm.reduce_scatter(tensor, f"reduce-scatter for {call.name}", call.tag, dtype).wait()

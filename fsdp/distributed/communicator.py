@@ -251,9 +251,8 @@ class MissingRanks(Communicator):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"this model was unpickled as rank {self.rank} of {self.world_size}, and groups of ranks cannot be "
-            "pickled: assign `process_group` on every FullyShardedDataParallel in it (fsdp.get_fsdp_instances(model)) "
-            "before use"
+            f"this model was unpickled as rank {self.rank} of {self.world_size}, and process groups cannot be pickled: "
+            "assign `process_group` on every FullyShardedDataParallel in it (fsdp.get_fsdp_instances(model)) before use"
         )
 
     all_gather = reduce_scatter = all_reduce = broadcast = exchange = all_gather_bytes = ensure_connected = _refuse
@@ -410,9 +409,7 @@ def incomplete(what: str, error: RuntimeError) -> RuntimeError:
             "evaluation too, and make the same collective calls (state_dict, clip_grad_norm_, fsdp.save). Where ranks "
             "have different numbers of batches use fsdp.join, and where not every rank runs a module fsdp.cond"
         )
-    return CollectiveError(
-        f"{begin}{error}. {remedy}; look at what the other ranks were doing, one may have failed or taken another path."
-    )
+    return CollectiveError(f"{begin}{error}. {remedy}; check the other ranks: one may have failed or run other code.")
 
 
 @contextmanager
@@ -537,9 +534,9 @@ class _Forked:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
-            f"this process was forked from rank {self._rank}, whose connections to other ranks do not come along. Use "
-            "a sharded model in the process that has wrapped it, and fork others (multiprocessing, workers of a "
-            "DataLoader) for what needs no model"
+            f"this process was forked from rank {self._rank}, whose connections to other ranks are not inherited. Use "
+            "a sharded model only in the process that wrapped it, and fork other processes (multiprocessing, workers "
+            "of a DataLoader) only for work without the model"
         )
 
 

@@ -44,8 +44,8 @@ class InFront(Communicator):
         """
         if isinstance(comm, InFront) and not isinstance(comm, cls):
             raise RuntimeError(
-                f"{cls.__name__}: there is a {type(comm).__name__} already, which sends in its own way. Leave one of "
-                "the two out; fsdp.compress(model) without other arguments ends quantised communication."
+                f"{cls.__name__} conflicts with the {type(comm).__name__} that is set already. Omit one of them; "
+                "fsdp.compress(model) without other arguments ends quantised communication."
             )
         return cls(_behind(comm), collective)
 

@@ -215,8 +215,8 @@ def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
     """
     if not can_page_lock():
         raise RuntimeError(
-            "share_memory=True and pin_memory=True go together with CUDA only, which can pin memory that is shared "
-            "already. Leave out one of the two."
+            "share_memory=True and pin_memory=True can be combined with CUDA only, which can pin memory that is shared "
+            "already. Omit one of them."
         )
     runtime, address = torch.cuda.cudart(), storage.data_ptr()
     failure = int(runtime.cudaHostRegister(address, storage.nbytes(), 1))  # 1: for all CUDA contexts

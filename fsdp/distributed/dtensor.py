@@ -313,9 +313,9 @@ def refuse_part_of_others(name: str, value: Any) -> None:
     ranks = value.device_mesh.mesh
     if (saved_by := int(ranks[tuple(place)])) != (rank := dist.get_rank()):
         raise RuntimeError(
-            f"{name} is a DTensor that was saved by rank {saved_by}, and this is rank {rank}, which has another part. "
-            "Let each rank load the file that it has saved itself; or save with fsdp.save or "
-            "torch.distributed.checkpoint, and load with the same."
+            f"{name} is a DTensor that was saved by rank {saved_by}, but this is rank {rank}, which has another part. "
+            "Load on each rank the file that this rank saved; or use fsdp.save and fsdp.load, or "
+            "torch.distributed.checkpoint."
         )
 
 
@@ -333,13 +333,14 @@ def check_placements(name: str, param: Tensor) -> None:
         )
     if part.mesh.get_coordinate() is None:
         raise ValueError(
-            f"{name} is a DTensor on {part.mesh}, and rank {dist.get_rank()} is not in that mesh: it has no part of it."
+            f"{name} is a DTensor on {part.mesh}, but rank {dist.get_rank()} is not in that mesh: shard only on the "
+            "mesh's ranks."
         )
     for number in part.sharded_dims:
         if bool((part.mesh.mesh.movedim(number, -1).diff() < 0).any()):
             raise ValueError(
-                f"{name} is a DTensor on {part.mesh}, along which ranks do not rise: torch shards tensors in the order "
-                "of the mesh and puts them together in that of the ranks. Make the mesh with rising ranks."
+                f"{name} is a DTensor on {part.mesh}, whose ranks are not in ascending order: torch shards tensors in "
+                "the order of the mesh, but gathers them in the order of ranks. Create the mesh with ascending ranks."
             )
 
 
@@ -350,16 +351,16 @@ def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) ->
         return
     if part.mesh.device_type != device.type:
         raise ValueError(
-            f"{name} is a DTensor on a mesh of {part.mesh.device_type} and would be computed with on {device}. Make "
-            f"the mesh for {device.type} (init_device_mesh), or compute on {part.mesh.device_type}."
+            f"{name} is a DTensor on a mesh of {part.mesh.device_type} but the module computes on {device}. Create the "
+            f"mesh for {device.type} (init_device_mesh), or compute on {part.mesh.device_type}."
         )
     both = set(ranks_of(group)) & set(part.mesh.mesh.flatten().tolist()) - {dist.get_rank()}
     if both:
         raise ValueError(
             f"{name} is a DTensor ({part}) on ranks {part.mesh.mesh.tolist()}, and it is to be sharded over "
-            f"{sorted(both)} of them as well: what is spread for tensor parallelism cannot be sharded over the same "
-            'ranks. Shard over the data-parallel dimension of the mesh, mesh["dp"], and have DTensors on the other '
-            'dimensions only, mesh["tp"].'
+            f"{sorted(both)} of them as well: tensor parallelism and sharding must use different dimensions of a mesh. "
+            'Shard over the data-parallel dimension, mesh["dp"], and use DTensors on the other dimensions only, '
+            'mesh["tp"].'
         )
 
 
@@ -373,9 +374,9 @@ def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
         return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 to 2.15)
     except (RuntimeError, ValueError, TypeError) as error:  # requires a common root, separate dimensions, and names
         raise ValueError(
-            f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}, which is no other "
-            'dimension of the same mesh. Make one mesh of both, init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
-            'have DTensors on mesh["tp"], and pass mesh=mesh["dp"] to fully_shard.'
+            f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}, which is not another "
+            'dimension of the same mesh. Create one mesh of both, init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+            'use mesh["tp"] for DTensors, and pass mesh=mesh["dp"] to fully_shard.'
         ) from error
 
 
@@ -412,8 +413,8 @@ class MeshGroups:
             for other in groups:
                 if ranks != other and len(set(ranks) & set(other)) > 1:
                     raise NotImplementedError(
-                        f"DTensors on meshes that overlap in part, over ranks {list(ranks)} and {list(other)}: their "
-                        "gradients have no common norm yet. Take both meshes from one init_device_mesh."
+                        f"DTensors on meshes that overlap in part, over ranks {list(ranks)} and {list(other)}: the "
+                        "norm of their gradients is not supported yet. Create both meshes with one init_device_mesh."
                     )
         inside = frozenset(ranks for ranks in groups if set(ranks) <= set(data_ranks))
         return cls({ranks: group for ranks, group in groups.items() if ranks not in inside}, inside)

@@ -78,8 +78,9 @@ def gradient_values(name: str, gradient: Tensor, shape: torch.Size) -> Tensor:
     values = values_of(gradient)
     if values.dim() > len(shape):
         raise RuntimeError(
-            f"{name} has a gradient of class {type(gradient).__name__}, whose {values.shape[0]} inner tensors have no "
-            "place in its own gradient: make the parameter of this class as well, or its module return plain tensors"
+            f"{name} has a gradient of class {type(gradient).__name__}, whose {values.shape[0]} inner tensors do not "
+            "fit into the parameter's gradient: use this class for the parameter as well, or return plain tensors from "
+            "its module"
         )
     return values.expand(shape)
 
@@ -99,18 +100,18 @@ def check_extension(name: str, param: Tensor) -> None:
     found = [method for method in _METHODS if hasattr(type(local), method)]
     if len(found) == 1:
         (other,) = set(_METHODS) - set(found)
-        raise TypeError(f"{name} is a {kind}, which has no {other}: define it beside its counterpart")
+        raise TypeError(f"{name} is a {kind}, which has no {other}: define both methods")
     inner = inner_of(local)
     if not is_of_values(local):
         raise TypeError(
-            f"{name} is a {kind}, whose values are not plain tensors of its shape and dtype that its "
-            "__tensor_flatten__ names: a trained parameter must be, and fsdp_pre_all_gather may quantise it. Or freeze "
-            "it before sharding, so that it is sharded as bytes; or pass it in ignored_params."
+            f"{name} is a {kind}: the __tensor_flatten__ of a trained parameter must name plain tensors of its shape "
+            "and dtype (fsdp_pre_all_gather may quantise them). Or freeze it before sharding, so that it is sharded as "
+            "bytes; or pass it in ignored_params."
         )
     if len(inner) > 1 and local is not param:
         raise TypeError(
-            f"{name} is a DTensor around a {kind} of {len(inner)} tensors: local parts for tensor parallelism may be "
-            "of a class with a single inner tensor. Or pass it in ignored_params."
+            f"{name} is a DTensor around a {kind} of {len(inner)} tensors: the class of local parts for tensor "
+            "parallelism must have a single inner tensor. Use such a class, or pass it in ignored_params."
         )
     if len(inner) > 1:
         _check_places(name, local, inner)

@@ -153,8 +153,8 @@ def checked(group: Any, is_ours: bool) -> Any:
     """
     if _are_checked and not is_ours:
         raise RuntimeError(
-            "check_messages() is for messages that go from rank to rank through gloo, got a process group of "
-            f"{backend_names(group)}, or one of your own: wrap without it"
+            "check_messages() supports messages between ranks through gloo only, got a process group of "
+            f"{backend_names(group)}, or a custom one: wrap without it"
         )
     return CheckedGroup(group) if _are_checked else group
 
@@ -197,10 +197,10 @@ class _Checked:
         found = self._found()
         if not torch.equal(found, self._told):
             raise DamagedMessageError(
-                f"what has come from rank {self._rank} has other bits than what it has sent (checksum "
-                f"{as_bytes(found).hex()} instead of {as_bytes(self._told).hex()}). Memory, a network card or a cable "
-                f"of its machine or of this one ({socket.gethostname()}) fails. fsdp.recover(model), on every rank, "
-                "goes on from the weights of the last step; leave the machine out if it comes again"
+                f"a message from rank {self._rank} was damaged in transit (checksum {as_bytes(found).hex()} instead of "
+                f"{as_bytes(self._told).hex()}). Memory, a network card or a cable of its machine or of this one "
+                f"({socket.gethostname()}) fails. fsdp.recover(model), on every rank, continues from the weights of "
+                "the last step; remove the machine if this occurs again"
             )
 
 
@@ -237,8 +237,8 @@ def renew(group: Any) -> None:
     kind = _renewed.get(group, _NAMELESS)
     if kind not in _KINDS:
         raise RuntimeError(
-            f"fsdp.recover() has connected the process group '{group.group_name}' anew {kind - _NAMELESS} times, and "
-            "torch takes no more backends for it: start the job again from its last checkpoint"
+            f"fsdp.recover() has reconnected the process group '{group.group_name}' {kind - _NAMELESS} times, and "
+            "torch supports no more backends for it: start the job again from its last checkpoint"
         )
     _renewed[group] = kind + 1
     Receiving.forget(group)

@@ -54,8 +54,8 @@ class MicroBatchSums:
         """Return the current step; raise RuntimeError for a reduction between steps."""
         if self.step is None:
             raise RuntimeError(
-                f"{what}: this backward is of no micro-batch. With fsdp.SameBits, each is inside of `for number in "
-                "bits.step(...)`."
+                f"{what}: this backward belongs to no micro-batch. With fsdp.SameBits, run each backward inside `for "
+                "number in bits.step(...)`."
             )
         return self.step
 

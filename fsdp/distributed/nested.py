@@ -127,7 +127,7 @@ class Nested(Communicator):
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         if self._together is None:
-            raise RuntimeError(f"{what}: there is no process group of all ranks. Shard over a DeviceMesh of torch's.")
+            raise RuntimeError(f"{what}: there is no process group of all ranks. Shard over a DeviceMesh.")
 
         def placed(messages: Messages) -> Mapping[int, Sequence[Tensor]]:
             return {self._places[peer]: tensors for peer, tensors in messages.items()}

@@ -20,7 +20,7 @@ _TIMES = (
     "of batches use fsdp.join."
 )
 _MODES = (
-    "Have the same pass in the same mode on every rank: torch.no_grad(), eval(), no_sync(), and factors that divide "
+    "Run each pass in the same mode on every rank: torch.no_grad(), eval(), no_sync(), and factors that divide "
     "gradients."
 )
 _MOST_MODES = 3  # the maximum number of modes for each side in a message

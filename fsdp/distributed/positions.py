@@ -27,7 +27,7 @@ _NEW = 1.0  # seconds after which a collective should be complete if all ranks h
 _CALLS = "Make the same calls on every rank, in the same order, and not under a condition like `if rank == 0`."
 _ARGUMENTS = "Make the call with the same arguments on every rank."
 _UNITS = "Run the same units in the same passes on every rank, and make the same calls."
-_GROUPS = "Give the same ranks to every rank (process_group, mesh, WORLD_SIZE)."
+_GROUPS = "Pass the same ranks on every rank (process_group, mesh, WORLD_SIZE)."
 
 # Known operations that may take long, by parts of their file names.
 _SLOW = [
@@ -156,7 +156,7 @@ def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
         call = waiting[asker].call
         remedy = _ARGUMENTS if call else _UNITS
         return f"The ranks wait for each other in different collectives{f' of {call}' if call else ''}. {remedy}"
-    return "All wait for the same: the network is slow, or has lost something."
+    return "All ranks wait for the same collective: the network is slow, or has lost a message."
 
 
 def _late(asker: int, answers: Mapping[int, Position | str]) -> list[int]:

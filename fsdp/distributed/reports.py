@@ -77,7 +77,7 @@ def page(folder: str | Path) -> Iterator[str]:
     """
     events = read_events(folder)
     if not events:
-        raise ValueError(f"{folder}: there are no reports of ranks in it (set_watchdog(reports=...), FSDP_REPORTS)")
+        raise ValueError(f"{folder}: the folder contains no reports of ranks (set_watchdog(reports=...), FSDP_REPORTS)")
     others = {event.rank for event in events if event.kind is not Kind.CLOSED}
     events = [event for event in events if event.kind is not Kind.CLOSED or event.rank not in others]
     first = min(events, key=lambda event: (_ORDER[event.kind], event.at))

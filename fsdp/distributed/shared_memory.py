@@ -119,9 +119,9 @@ class _Slots(_Memory):
                 start = self._take(message.nbytes)
             except OSError as error:
                 raise RuntimeError(
-                    f"rank {own_rank()}: no shared memory for a message of {message.nbytes} bytes: {error}. Leave more "
-                    f"memory free, or start all ranks with {SHARED_MEMORY}=0 in the environment: messages go through "
-                    "sockets then"
+                    f"rank {own_rank()}: no shared memory for a message of {message.nbytes} bytes: {error}. Free "
+                    f"memory, or start all ranks with {SHARED_MEMORY}=0 in the environment, so that messages use "
+                    "sockets"
                 ) from error
             payload = start + self._head
             self.payload(payload, message.nbytes).copy_(_as_bytes(message))
@@ -150,7 +150,7 @@ class _Slots(_Memory):
         if self._nbytes + size > _MOST * self._largest:
             self._release()
             if is_bounded and self._nbytes + size > _MOST * self._largest:
-                raise OSError("many messages are on their way already")
+                raise OSError("too many messages are in flight")
         start = self._gap(size)
         os.posix_fallocate(self._fd, start, size)
         self._bytes[start : start + self._head] = bytes(self._head)
@@ -220,7 +220,7 @@ class SharedMemory:
                     others[rank] = _mapped(process, fd, nonce, group.size())
         can_share = own is not None and len(others) == group.size() - 1
         if not all(each == b"1" for each in all_gather_bytes(b"1" if can_share else b"0")) or own is None:
-            _log.info("messages between ranks %s go through sockets: not all of them can share memory", told)
+            _log.info("messages between ranks %s use sockets, because not all of these ranks can share memory", told)
             return None
         return cls(group, own, others, least)
 

@@ -35,13 +35,13 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
     if absent:
         raise RuntimeError(
             f"fsdp.init_distributed() needs {', '.join(absent)} in the environment, where torchrun sets them. Start "
-            "the program with: torchrun --nproc-per-node 2 train.py. Under another launcher set them for each process."
+            "the program with: torchrun --nproc-per-node 2 train.py. With other launchers, set them for each process."
         )
     rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
         raise RuntimeError(
-            f"fsdp.init_distributed() found RANK={rank} and WORLD_SIZE={ranks} in the environment. Give the processes "
-            "the ranks 0 to WORLD_SIZE - 1, each once."
+            f"fsdp.init_distributed() found RANK={rank} and WORLD_SIZE={ranks} in the environment. Each process needs "
+            "a different RANK from 0 to WORLD_SIZE - 1."
         )
     device = _device_of_this_rank()
     dist.init_process_group(backend, timeout=timeout, **_store_of_this_start(timeout or default_pg_timeout))

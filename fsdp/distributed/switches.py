@@ -18,4 +18,4 @@ def check_switches() -> None:
     """Raise ValueError for a value other than 0, 1 or an empty string, because the value would be ignored."""
     for name in (SHARED_MEMORY, TORCH_FUNCTIONS, WATCHDOG):
         if (value := os.environ.get(name, "1")) not in ("0", "1", ""):
-            raise ValueError(f"{name}={value} in the environment: give it the value 0 to turn it off, or leave it out")
+            raise ValueError(f"{name}={value} in the environment: set it to 0 to turn the feature off, or unset it")

@@ -353,8 +353,8 @@ class Watchdog:
                     known = {} if isinstance(answer, str) else answer
                     if known.get("waits_for") and min(known["seconds"], time.monotonic() - begun) > _STUCK:
                         raise RuntimeError(
-                            f"rank {rank} does not come out of waiting for {known['waits_for']}, though its "
-                            "connections are closed. End it, and start the job again from its last checkpoint"
+                            f"rank {rank} still waits for {known['waits_for']}, although its connections are closed. "
+                            "End it, and start the job again from its last checkpoint"
                         )
                 next_look = time.monotonic() + _TICK
 
@@ -582,7 +582,7 @@ def watch() -> None:
     try:
         watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), store.clone(), number)
     except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets, or an unsupported class of store
-        warnings.warn(f"no watchdog tells why ranks wait for each other: {error}", stacklevel=2)
+        warnings.warn(f"no watchdog was started, so the reasons of waits will not be reported: {error}", stacklevel=2)
     _started[group] = number + 1
     _prepare_for_end()
 
@@ -603,7 +603,7 @@ def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
     watchdog = watchdogs.get(dist.group.WORLD)
     if watchdog is not None:
         return cast("dict[int, Any]", watchdog.meet(ranks, why, state))
-    raise RuntimeError("the ranks have no way to tell each other that one has failed: there is no watchdog here")
+    raise RuntimeError("ranks cannot report failures to each other, because there is no watchdog here")
 
 
 def _explain(closed_by: int | None) -> str:

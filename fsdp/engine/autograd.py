@@ -169,9 +169,9 @@ class BackwardPass:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and compiled.in_compiled_autograd_region:
             raise RuntimeError(
-                "compiled autograd runs a backward of a sharded model: it calls nothing when backward has ended, so "
-                "gradients would not be reduced. Leave torch._dynamo.config.compiled_autograd at False, and compile "
-                "the blocks of the model."
+                "compiled autograd runs a backward of a sharded model, but calls no callbacks at its end: gradients "
+                "would not be reduced. Set torch._dynamo.config.compiled_autograd = False, and compile the blocks of "
+                "the model."
             )
         ended: list[bool] = []
         end = _End(at_end, ended)

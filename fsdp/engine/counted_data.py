@@ -96,9 +96,9 @@ def _teach(dtensor: Any) -> None:
             return
         if not is_dtensor(value):
             raise ValueError(
-                f"a plain tensor of shape {tuple(value.shape)} was assigned to the .data of a sharded parameter of "
-                f"shape {tuple(self.shape)}, a DTensor, which does not take its values. Assign "
-                "torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)."
+                f"a plain tensor of shape {tuple(value.shape)} was assigned to the .data of a sharded parameter, a "
+                f"DTensor of shape {tuple(self.shape)}. Assign torch.distributed.tensor.distribute_tensor(value, "
+                "param.device_mesh, param.placements)."
             )
         _torchs.__set__(self, value)
         set_local_part(self, held_part(value))  # torch (2.13) keeps the old local tensor

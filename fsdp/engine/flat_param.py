@@ -44,10 +44,10 @@ def _of_shard(name: str) -> Callable[..., Any]:
     def method(self: ListedParameter, *args: Any, **kwargs: Any) -> Any:
         if self._is_sharded:
             warnings.warn(
-                f"{name}() of a parameter that a FullyShardedDataParallel lists is that of this rank's shard, not of "
-                "the parameter. Call it in the module's forward or inside `with model.summon_full_params():`, where "
-                "parameters are unsharded; or use fully_shard, whose DTensors compute it over all ranks. Optimizers "
-                "that need it step whole parameters with fsdp.OwnedOptimizer.",
+                f"{name}() of a parameter of a FullyShardedDataParallel uses this rank's shard only. Call it in the "
+                "module's forward or inside `with model.summon_full_params():`, where parameters are unsharded; or "
+                "use fully_shard, whose DTensors compute it over all ranks. For optimizers that need it use "
+                "fsdp.OwnedOptimizer, which steps whole parameters.",
                 stacklevel=2,
             )
         return torchs(self, *args, **kwargs)
@@ -429,7 +429,9 @@ def refuse_unlike(params: Sequence[Tensor], names: Sequence[str]) -> None:
         values = [getattr(param, what) for param in params]
         if len(set(values)) > 1:
             listing = ", ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-            raise ValueError(f"FlatParameter flattens parameters of one {what}, got {listing}. Make one for each.")
+            raise ValueError(
+                f"FlatParameter flattens parameters of one {what}, got {listing}. Create a FlatParameter for each."
+            )
 
 
 def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:

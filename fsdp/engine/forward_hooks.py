@@ -161,8 +161,9 @@ class ForwardHooks:
         if not all(handle.unsharded.is_shard for handle in self._unit.handles):
             raise RuntimeError(
                 f"{self._unit.name} computes inside of torch.autograd.graph.allow_mutation_on_saved_tensors(), which "
-                "copies saved tensors before they are written: it would read memory of parameters that is freed until "
-                "backward. Leave the context around this module, and clone what its in-place operations write to."
+                "copies saved tensors before they are written: it would read parameters whose memory is freed until "
+                "backward. Run this module outside the context, and clone the tensors that its in-place operations "
+                "write to."
             )
 
     def _cast_inputs(self, inputs: Any) -> Any:

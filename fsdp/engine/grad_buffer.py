@@ -290,12 +290,12 @@ def refuse_gradient(name: str, gradient: Tensor) -> NoReturn:
     """Raise RuntimeError for a gradient with a graph or a sparse layout, which a flat gradient cannot contain."""
     if gradient.requires_grad:
         raise RuntimeError(
-            f"{name}: its gradient has a graph, of backward(create_graph=True), and ranks sum gradients without "
-            "graphs. Compute what is differentiated again by torch.autograd.grad(..., create_graph=True), and call "
-            "backward() for the loss."
+            f"{name}: its gradient has a graph (backward(create_graph=True)), but ranks sum gradients without graphs. "
+            "Compute gradients that are differentiated again with torch.autograd.grad(..., create_graph=True), and "
+            "call backward() for the loss."
         )
     raise RuntimeError(
-        f"{name} has a gradient of layout {gradient.layout}: flat gradients are dense. Make the embedding with "
+        f"{name} has a gradient of layout {gradient.layout}, but flat gradients are dense. Create the embedding with "
         "sparse=False."
     )
 

@@ -350,7 +350,7 @@ class FlatParamHandle:
         if self.presentation.is_exposed:
             raise RuntimeError(
                 f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
-                "it first, or summon the outermost wrapper instead."
+                "that context first, or summon the outermost wrapper."
             )
         state = self._state_to_gather()
         if self.phase is not Phase.SHARDED:
@@ -474,9 +474,9 @@ class FlatParamHandle:
     def _refuse_replaced(self, slots: Sequence[int]) -> NoReturn:
         self.presentation.hide()
         raise RuntimeError(
-            f"{self.name}: {self.layout.slots[slots[0]].name} was removed, or is no parameter any more: another tensor "
-            "was put in its place without `__setattr__`, or while its unit was computing. Assign an nn.Parameter "
-            "between steps, or change values inside `with model.summon_full_params():`."
+            f"{self.name}: {self.layout.slots[slots[0]].name} was removed, or is no longer a parameter: another tensor "
+            "replaced it without `__setattr__`, or while its unit was computing. Assign an nn.Parameter between steps, "
+            "or change values inside `with model.summon_full_params():`."
         )
 
     def reshard(self) -> None:
@@ -703,8 +703,8 @@ class FlatParamHandle:
             self.values.note_written(slots)
         except ValueError as error:
             raise RuntimeError(
-                f"{self.name}: a parameter was replaced after sharding by what cannot be kept: {error}. Assign an "
-                "nn.Parameter of the parameter's shape, on every rank."
+                f"{self.name}: the new value of a replaced parameter cannot be kept: {error}. Assign an nn.Parameter "
+                "of the parameter's shape, on every rank."
             ) from None
 
     def follow_frozen(self) -> None:
@@ -734,8 +734,8 @@ class FlatParamHandle:
         else:
             self.unsharded.leaves[slot].requires_grad_(not needs)
             raise RuntimeError(
-                f"{self.unit_name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
-                "frozen or thawed apart from its flat parameter. Freeze the whole wrapped module, or use "
+                f"{self.unit_name}: {self.layout.slots[slot].name} has requires_grad={needs} now, but cannot be frozen "
+                "or thawed separately from its flat parameter. Freeze the whole wrapped module, or use "
                 "use_orig_params=True."
             )
 
@@ -758,8 +758,8 @@ class FlatParamHandle:
         if shard.numel() != self.layout.shard_numel:
             raise RuntimeError(
                 f"{self.name}: the flat parameter's shard has {shard.numel()} elements instead of "
-                f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
-                "`with model.summon_full_params():`."
+                f"{self.layout.shard_numel}: its .data was replaced. Change parameters inside `with "
+                "model.summon_full_params():`."
             )
         self.storage.adopt(shard)
         device = self.storage.device

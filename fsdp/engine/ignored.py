@@ -45,7 +45,8 @@ class Ignored:
         ]
         if names:
             raise ValueError(
-                f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it there as well, or nowhere"
+                f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it in the inner unit as "
+                "well, or in neither"
             )
 
     def has(self, module: nn.Module, param: Tensor) -> bool:
@@ -58,7 +59,7 @@ _NOTHING = Ignored()  # shared by all units without ignored modules or parameter
 
 def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
     if isinstance(given, Iterator):
-        raise TypeError(f"{argument} is an iterator, which one wrapper would use up: give a list, list(...)")
+        raise TypeError(f"{argument} is an iterator, which the first wrapper would exhaust: pass a list, list(...)")
     is_one = isinstance(given, kind) or not isinstance(given, Iterable)
     found = [] if given is None else [given] if is_one else list(given)
     for item in found:

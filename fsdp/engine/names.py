@@ -60,7 +60,7 @@ def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:
 def prefix_problem(prefix: str, remedy: str) -> str:
     """Return the error message for a state whose names all have a prefix."""
     return (
-        f"every key begins with {prefix!r}, which this model does not know (DistributedDataParallel adds 'module.', "
+        f"every key begins with {prefix!r}, unlike the names in this model (DistributedDataParallel adds 'module.', "
         f"torch.compile '_orig_mod.'): {remedy}"
     )
 

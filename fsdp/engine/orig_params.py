@@ -169,8 +169,8 @@ class OrigParams(ListedParameters):
             raise RuntimeError(
                 f"{param.fqn}: its .data was replaced by {given.dtype} of shape {tuple(param.shape)}. This rank's "
                 f"local shard is {ours.dtype} of shape {tuple(ours.shape)}, the unsharded parameter is "
-                f"{tuple(param.unsharded_shape)}: assign one of these, change it inside "
-                "`with model.summon_full_params():`, or cast the whole model."
+                f"{tuple(param.unsharded_shape)}: assign a tensor like one of these, change the parameter inside `with "
+                "model.summon_full_params():`, or cast the whole model."
             )
         return given
 

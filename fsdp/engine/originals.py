@@ -116,19 +116,19 @@ def _refuse_gradient(param: Tensor) -> None:
     if taken is not None and taken.is_used:
         param.grad = None
         raise RuntimeError(
-            f"the original parameter {taken.description} has received a gradient, but its module was sharded since: "
-            "this gradient is of one rank, and would be lost. " + _HELD
+            f"the original parameter {taken.description} has received a gradient, but its module was sharded "
+            "since: this rank's gradient is not reduced, and would be lost. " + _HELD
         )
 
 
 _HELD = (
     "Do not keep parameters in lists, dictionaries or other attributes that are filled before sharding: read them as "
     "attributes of their modules (self.weight) in each forward. A class may also override `__setattr__` and update its "
-    "cache there, which is called for each tensor that takes the place of a parameter."
+    "cache there, which is called for each tensor that replaces a parameter."
 )
 _IN_DDP = (
-    "It is a DistributedDataParallel: shard the model in it (its attribute `module`), and leave it out. Sharded models "
-    "average gradients over the ranks without it."
+    "It is a DistributedDataParallel: shard the model inside it (its attribute `module`) instead. Sharded models "
+    "average gradients over the ranks by themselves."
 )
 
 
@@ -148,7 +148,7 @@ def refuse_held(root: nn.Module) -> None:
                     message = (
                         f"{clean_name(join(path, name))} holds the original parameter "
                         f"{originals[id(param)].description}, whose module was sharded since: computations with the "
-                        f"original would not train the model, and read values from before. {remedy}"
+                        f"original would not train the model, and read old values. {remedy}"
                     )
                     if not is_mark:
                         raise RuntimeError(message)

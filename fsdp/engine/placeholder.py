@@ -101,8 +101,8 @@ class Placeholder(Tensor):
         if self.listed is None:
             raise RuntimeError(
                 f"{self.message} requires_grad={requires_grad} here would have no effect: freeze or thaw before "
-                "sharding, or set requires_grad of the parameters that the sharded model lists; with "
-                "use_orig_params=True these are single parameters."
+                "sharding, or set requires_grad of the sharded model's parameters(); with use_orig_params=True these "
+                "are single parameters."
             )
         self.listed.requires_grad_(requires_grad)
         return self
@@ -134,9 +134,10 @@ class AbsentParameter(Placeholder):
     def grad(self, grad: Tensor | None) -> None:
         if self.listed is None:
             raise RuntimeError(
-                f"{self.message} A gradient that is set here would have no effect: set the gradient of the flat "
-                "parameter that the sharded model lists, or of parts by `with model.summon_full_params("
-                "with_grads=True):`; with use_orig_params=True each parameter has its own."
+                f"{self.message} Setting a gradient here has no effect: set the gradient of the flat parameter in the "
+                "sharded model's parameters(), or parts of it inside `with "
+                "model.summon_full_params(with_grads=True):`; with use_orig_params=True each parameter has its own "
+                "gradient."
             )
         self.listed.grad = grad
 
@@ -225,11 +226,11 @@ def sharded_weight(name: str, like: Tensor) -> Placeholder:
     """Create the placeholder of a parameter while its unit is sharded."""
     return AbsentParameter(
         like,
-        "{} is sharded: outside of the forward and backward of {} this rank holds only its part of it, and not under "
-        "this name. Call the sharded module (its forward gathers the weights; another module that reads them must be "
-        "in the same unit). If a method besides forward reads them, make it known once: "
-        "fsdp.register_fsdp_forward_method(model, 'name'). Or read and change whole parameters inside "
-        "`with model.summon_full_params():`.",
+        "{} is sharded: outside of the forward and backward of {} this rank holds only a shard of it, under another "
+        "name. Call the sharded module (its forward gathers the weights; another module that reads them must be in "
+        "the same unit). If a method other than forward reads them, register it once: "
+        "fsdp.register_fsdp_forward_method(model, 'name'). Or read and change unsharded parameters inside `with "
+        "model.summon_full_params():`.",
         *(name, "its unit"),
     )
 
@@ -238,8 +239,8 @@ def valueless_weight(name: str, like: Tensor) -> Placeholder:
     """Create the placeholder of a parameter without values, for a world size of 1."""
     return ValuelessParameter(
         like,
-        "{} has no values yet: it was on the meta device when it was sharded. Give it values with "
-        "fsdp.materialize(model), or load them.",
+        "{} has no values yet: it was on the meta device when it was sharded. Initialize it with "
+        "fsdp.materialize(model), or load values.",
         name,
     )
 
@@ -251,7 +252,8 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
         "the gradients of {} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
         "backward of the step outside no_sync(), or drop them with zero_grad(set_to_none=True). With placements whose "
         "gradients are PARTIAL (SHARD_OPTIM), the step reduces them: call fsdp.reduce_gradients(model) to read them "
-        "before it. A term of the loss that uses listed parameters must be there from the step's first backward on.",
+        "before it. A loss term that uses the sharded model's parameters() directly must be in the step's first "
+        "backward already.",
         name,
         dtype=like.grad_dtype,
     )
@@ -261,9 +263,9 @@ def gradient_elsewhere(name: str, like: Tensor, gradient: Tensor) -> Placeholder
     """Create the placeholder of a gradient stored on a different device than its parameter."""
     return Placeholder(
         like.detach(),
-        "the gradient of {} is kept on {} and the parameter on {}, as move_params_to_cpu and "
-        "move_grads_to_cpu ask; clip_grad_norm_, ShardedGradScaler and torch's optimizers bring them together. To read "
-        "it before, give the two options the same value.",
+        "the gradient of {} is kept on {} and the parameter on {}, as set by move_params_to_cpu and "
+        "move_grads_to_cpu; clip_grad_norm_, ShardedGradScaler and torch's optimizers move them to one device. To "
+        "read it before that, set both options to the same value.",
         *(name, str(gradient.device), str(like.device)),
         dtype=gradient.dtype,
     )

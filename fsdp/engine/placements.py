@@ -215,18 +215,18 @@ class Placements:
             )
         if self.gradients.shard is PARTIAL and self.gradients.replica is not PARTIAL:
             raise ValueError(
-                "gradients that are PARTIAL along the shard axis are so along the replica axis as well, which is "
-                f"reduced after it: got {self.gradients.replica.name}, use PARTIAL"
+                f"gradients are PARTIAL along the shard axis and {self.gradients.replica.name} along the replica axis, "
+                "which is reduced after the shard axis: use PARTIAL along both"
             )
         if self.parameters.shard is REPLICATED and self.parameters.replica is SHARDED:
             raise ValueError(
-                "parameters are SHARDED along the replica axis and REPLICATED along the shard axis: gather them along "
-                "the replica axis first, parameters=(SHARDED, REPLICATED), which HYBRID_SHARD_OPTIM is"
+                "parameters are SHARDED along the replica axis and REPLICATED along the shard axis: use "
+                "parameters=(SHARDED, REPLICATED), as in HYBRID_SHARD_OPTIM"
             )
         if self.keeps_parameters and type(self.reshard_after_forward) is not bool:
             raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward!r} is for parameters that are as sharded as the "
-                "optimizer state: these placements keep them less sharded between steps already, leave it out"
+                f"reshard_after_forward={self.reshard_after_forward!r} requires parameters that are sharded like the "
+                "optimizer state, but these placements keep them less sharded between steps: omit it"
             )
 
     @classmethod
@@ -244,14 +244,14 @@ class Placements:
         if named is not None and (not value.reshard_after_forward or value.keeps_unsharded):
             if type(reshard_after_forward) is not bool:
                 raise ValueError(
-                    f"sharding_strategy={named.name} keeps parameters unsharded after forward, and "
-                    f"reshard_after_forward={reshard_after_forward!r} does not: leave one of the two out"
+                    f"sharding_strategy={named.name} keeps parameters unsharded after forward, which conflicts with "
+                    f"reshard_after_forward={reshard_after_forward!r}: omit one of them"
                 )
             return value
         if named is not None and named in _KEPT and not reshard_after_forward:
             raise ValueError(
-                f"sharding_strategy={named.name} reshards after forward, and reshard_after_forward=False does not: "
-                f"leave one of the two out, or ask for {_KEPT[named].name}"
+                f"sharding_strategy={named.name} reshards after forward, which conflicts with "
+                f"reshard_after_forward=False: omit one of them, or use {_KEPT[named].name}"
             )
         return value.resharded(reshard_after_forward)
 
@@ -279,7 +279,7 @@ class Placements:
         if strategy is not None or reshard_after_forward is not True:
             other = "sharding_strategy" if strategy is not None else "reshard_after_forward"
             raise ValueError(
-                f"placements and {other} both set where parameters are: leave {other} out, or use "
+                f"placements and {other} both determine where parameters are sharded: omit {other}, or use "
                 "Placements.from_strategy(sharding_strategy, reshard_after_forward)"
             )
         return placements
@@ -350,7 +350,7 @@ class Placements:
         if is_sharded is (self.optimizer == UNSHARDED):
             remedy = "dp_mesh_dims=DataParallelMeshDims(replicate=...)" if is_sharded else "a dimension to shard over"
             raise ValueError(
-                f"the optimizer state is {self.optimizer.shard.name} along the shard axis, and the mesh is given to "
+                f"the optimizer state is {self.optimizer.shard.name} along the shard axis, but the mesh was passed to "
                 f"{'shard' if is_sharded else 'replicate'} over: pass {remedy}, or other placements"
             )
         return self
@@ -382,8 +382,8 @@ def _check(axis: Axis, parameters: Placement, gradients: Placement, optimizer: P
     along = f"along the {axis.name.lower()} axis"
     if OWNED in (parameters, gradients, optimizer):
         raise ValueError(
-            f"OWNED {along}: a unit keeps shards. For optimizers of whole tensors use fsdp.OwnedOptimizer, which moves "
-            "gradients to owners and new values back to the shards"
+            f"OWNED {along} is not supported, because units keep shards. For optimizers that need whole tensors use "
+            "fsdp.OwnedOptimizer"
         )
     if PARTIAL in (parameters, optimizer):
         name = "parameters" if parameters is PARTIAL else "optimizer state"

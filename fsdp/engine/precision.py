@@ -139,8 +139,8 @@ class Precision:
             return cls(buffers=buffer_dtype or compute_dtype, inputs=inputs, required=compute_dtype)
         if force_input_to_fp32:
             raise ValueError(
-                "force_input_to_fp32=True is for units that compute in full precision; this one has mixed_precision="
-                "True. Drop one of the two."
+                "force_input_to_fp32=True is for units that compute in full precision; this one has "
+                "mixed_precision=True. Omit one of them."
             )
         compute = compute_dtype or torch.float16
         return cls(
@@ -222,8 +222,8 @@ class Precision:
             )
         if self.compute is not None and torch.promote_types(dtype, self.compute) != dtype:
             raise ValueError(
-                f"{name} is {dtype}, which cannot hold what is computed in param_dtype={self.compute}: cast the module "
-                "to float32 first, or leave param_dtype=None to compute in the parameters' own dtype."
+                f"{name} is {dtype}, which cannot represent values computed in param_dtype={self.compute}: cast the "
+                "module to float32 first, or leave param_dtype=None to compute in the parameters' own dtype."
             )
 
 

@@ -324,10 +324,9 @@ class Presentation:
         if (module, name) not in self._at:
             if all(value is not param for own, known_as, param in self._flat if own is module and known_as == name):
                 raise RuntimeError(
-                    f"'{name}' of {type(module).__name__} is a flat parameter, made of many: nothing can be put in its "
-                    "place. Assign unsharded tensors to the original parameters, or pass them to "
-                    "torch.func.functional_call under those names; or change values inside "
-                    f"`with model.summon_full_params():`. {_TO_EXPORT}"
+                    f"'{name}' of {type(module).__name__} is a flat parameter, which cannot be replaced. Assign "
+                    "unsharded tensors to the original parameters, or pass them to torch.func.functional_call under "
+                    f"those names; or change values inside `with model.summon_full_params():`. {_TO_EXPORT}"
                 )
             return value
         _, slot, entry = self._at[module, name]
@@ -357,9 +356,10 @@ class Presentation:
         """
         if self.look is not Look.COMPUTING and not self.is_exposed:
             raise RuntimeError(
-                f"'{name}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
-                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding; and "
-                "leave out torch's FullyShardedDataParallel around a sharded model, which flattens parameters again."
+                f"'{name}' of this {type(module).__name__} is sharded, and can no longer be computed from other "
+                "parameters. Apply weight norm, spectral norm, pruning and other parametrizations before sharding; and "
+                "do not use torch's FullyShardedDataParallel around a sharded model, because it flattens parameters "
+                "again."
             )
         module.__dict__.pop(name, None)
         if (module, name) in self._at:  # else it is a flat parameter
@@ -384,9 +384,9 @@ class Presentation:
         leaf = self._leaves[slot]
         if tensor.shape != leaf.shape or (is_dtensor(tensor) and not is_dtensor(leaf)):
             raise RuntimeError(
-                f"{self._places[slot][0].fqn} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
-                "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
-                f"{tuple(leaf.shape)} under the original parameter's name. Unsharded models list such: inside "
+                f"{self._places[slot][0].fqn} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} as "
+                "its value (by torch.func.functional_call?): pass an unsharded, plain tensor of shape "
+                f"{tuple(leaf.shape)} under the original parameter's name. The model has such tensors inside "
                 f"summon_full_params(), or after unshard() under fully_shard. {_TO_EXPORT}"
             )
         return tensor.to(leaf.dtype) if tensor.dtype == self._own_dtype else tensor
@@ -415,9 +415,9 @@ class Presentation:
         """Raise RuntimeError if modules of `unit` compute with tensors passed for a single call."""
         for module, name in self.lent:
             raise RuntimeError(
-                f"{unit}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to compute "
-                "with, which have not been taken back. Do it outside of torch.func.functional_call; and assign new "
-                "values as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
+                f"{unit}: cannot {what}: '{name}' of a {type(module).__name__} was replaced by other tensors for a "
+                "computation, and is not restored yet. Do it outside torch.func.functional_call; and assign new values "
+                "as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
             )
 
     def changed(self) -> list[int]:
@@ -446,7 +446,7 @@ class Presentation:
         new = [value for value in values if value is not None and not self._has(value)]
         names = ", ".join(place.fqn for place in self._places[slot])
         if not new:
-            raise ValueError(f"{names} was removed, or is no parameter any more")
+            raise ValueError(f"{names} was removed, or is no longer a parameter")
         if len(new) < len(values) or not all(_are_equal(value, new[0]) for value in new):
             raise ValueError(f"a parameter was replaced under only some of its names ({names})")
         return new[0]
@@ -466,12 +466,14 @@ class Presentation:
         value, name = self.replacement(slot), self._places[slot][0].fqn
         if is_ours(value) or value._backward_hooks or value._post_accumulate_grad_hooks:
             raise ValueError(
-                f"{name} was given a parameter with gradient hooks, or one that the model has elsewhere: hooks are for "
-                "what the sharded model lists, and ties must be made before the first use"
+                f"{name} was replaced by a parameter with gradient hooks, or by one of another place in the model: "
+                "register hooks on the sharded model's parameters(), and tie parameters before the first use"
             )
         presentation, other, other_name = _assigned.setdefault(value, (id(self), slot, name))
         if (presentation, other) != (id(self), slot):
-            raise ValueError(f"{name} was given the new value of {other_name}: ties must be made before the first use")
+            raise ValueError(
+                f"{name} was replaced by the new value of {other_name}: tie parameters before the first use"
+            )
         return value
 
     def take_back(self, slots: Sequence[int]) -> None:

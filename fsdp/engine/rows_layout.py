@@ -94,8 +94,8 @@ class RowsLayout(Layout):
         for slot, chunk in zip(self.slots, self._chunks, strict=True):
             if chunk.rows < chunk.total and chunk.numel % self.block:
                 raise ValueError(
-                    f"{slot.name}: {chunk.rows} rows of {chunk.row_numel} elements for each of {self.world_size} ranks "
-                    f"are no whole blocks of {self.block} elements. Shard it along another dimension "
+                    f"{slot.name}: {chunk.rows} rows of {chunk.row_numel} elements on each of {self.world_size} ranks "
+                    f"are not a multiple of the block of {self.block} elements. Shard it along another dimension "
                     "(shard_placement_fn), or use FullyShardedDataParallel, which pads, or ignored_params"
                 )
 

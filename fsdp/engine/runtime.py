@@ -393,8 +393,8 @@ class Runtime:
             if not self._leaves_graph and not call.is_transformed:
                 raise RuntimeError(
                     f"{unit.name}: backward with create_graph=True is not supported inside fsdp.join, nor where only "
-                    "some ranks run a module (fsdp.cond): the next backward needs unsharded parameters, and the other "
-                    "ranks would not know of it. Give all ranks as many batches, and run the same modules."
+                    "some ranks run a module (fsdp.cond): the next backward needs unsharded parameters, but the other "
+                    "ranks would not take part. Use equally many batches and the same modules on all ranks."
                 )
         backward = unit.backward
         if is_new := call.backward is not self._backward:
@@ -677,7 +677,7 @@ class Runtime:
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
         if self.participation.is_joining and not is_served:
             raise RuntimeError(
-                f"cannot {what} inside fsdp.join: ranks that have finished don't. Do it after the context"
+                f"cannot {what} inside fsdp.join: ranks that have finished do not take part. Do it after the context"
             )
         if self._backward is not None:
             self._abandon_backward()
@@ -758,7 +758,7 @@ def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParall
     runtime = runtime_of(unit)
     if runtime.root is not unit:
         raise RuntimeError(
-            f"{method} is for the outermost {kind}; '{unit.name}' lies inside {runtime.root.name}. Call it there."
+            f"{method} is for the outermost {kind}, but '{unit.name}' is inside {runtime.root.name}. Call it there."
         )
     return runtime
 

@@ -79,17 +79,17 @@ class ShardValues:
         """Raise ValueError for a value without data, or with a different `requires_grad` than the parameter."""
         name = self._layout.slots[slot].name
         if value.is_meta:
-            raise ValueError(f"{name} has no values now: what was assigned is on meta")
+            raise ValueError(f"{name} has no values now: the assigned tensor is on the meta device")
         packing = self._flat_param.packings[slot]
         if any(map(_is_freed, [value] if packing is None else packing.inner_of(value))):
             raise ValueError(
-                f"{name} has no values now: what was assigned lies in the memory of unsharded parameters, which was "
-                "freed; a copy (.clone()) would keep them"
+                f"{name} has no values now: the assigned tensor used the memory of unsharded parameters, which was "
+                "freed. Assign a copy (.clone())"
             )
         if value.requires_grad is not self._listed.param_of(slot).requires_grad:
             raise ValueError(
-                f"{name} has requires_grad={value.requires_grad} now: set that on the parameters that the sharded "
-                "model lists, not on a new value"
+                f"{name} has requires_grad={value.requires_grad} now: set requires_grad of the sharded model's "
+                "parameters(), not of a new value"
             )
 
     def fill(self, slot: int, read: Callable[[Tensor], object]) -> None:

@@ -500,8 +500,8 @@ class Unit:
         """
         if (hook := self.policy.comm_hook) is not None:
             raise RuntimeError(
-                f"{self.name}: the communication hook {hook.name} divides gradients by itself. Change the divisor "
-                "there, for instance by numbers in its state."
+                f"{self.name}: the communication hook {hook.name} divides gradients by itself. Change the divisor in "
+                "the hook, for example through its state."
             )
         for handle in self.handles:
             handle.gradients.rescale(self.policy.predivide / pre)

@@ -79,7 +79,7 @@ def annotated_part(name: str, param: Tensor, mesh: DeviceMesh | None, data_dims:
         if dim is not None and dim not in data_dims:
             if kind is spmd.P:
                 raise ValueError(
-                    f"{name} is annotated as P over {axis}: ranks would hold summands of its elements, which "
+                    f"{name} is annotated as P over {axis}: ranks would hold partial sums of its elements, which "
                     "optimizers cannot step. Annotate it as spmd_types.S(dim), R or I."
                 )
             placements[dim] = _placement(spmd, name, kind)
@@ -144,8 +144,8 @@ def with_whole_shapes(parts: Mapping[str, MeshPart | None], local: Mapping[str, 
         if wrong is not None:
             raise ValueError(
                 f"{name} is annotated as a parameter {whole.spread}. Rank {numbers_of(ranks)[wrong]} has a part of "
-                f"shape {list(shapes[wrong])}, and must have {list(wanted[wrong])}: ranks hold equal parts, or "
-                "parts as torch.chunk makes them."
+                f"shape {list(shapes[wrong])} instead of {list(wanted[wrong])}: parts must be equal, or as torch.chunk "
+                "returns them."
             )
     return found
 
@@ -154,9 +154,9 @@ def _refuse_plain(parts: Mapping[str, MeshPart | None], annotated: str) -> None:
     for name, part in parts.items():
         if part is None:
             raise ValueError(
-                f"{name} has no annotations of spmd_types, and {annotated} beside it has: its gradient would be summed "
-                "over the dimensions for data parallelism only. Annotate it too (spmd_types.assert_type): as R where "
-                "ranks use it for different parts of the batch, and as I where they compute the same with it."
+                f"{name} has no annotations of spmd_types, unlike {annotated}: its gradient would be summed over the "
+                "dimensions for data parallelism only. Annotate it too (spmd_types.assert_type): as R where ranks use "
+                "it for different parts of the batch, and as I where they compute the same with it."
             )
 
 
@@ -179,8 +179,8 @@ def _shards(spmd: Any, name: str, param: Tensor, axes: Mapping[Any, int]) -> dic
         numbers = [axes[axis] for axis in each if axis in axes]
         if numbers != sorted(numbers):
             raise NotImplementedError(
-                f"{name} is annotated with {spec}: dimension {dim} is divided in another order than the mesh's. "
-                "Annotate it in the order of the mesh."
+                f"{name} is annotated with {spec}: dimension {dim} is not divided in the order of the mesh. Annotate "
+                "it in the order of the mesh."
             )
         found |= {axis: spmd.S(dim) for axis in each}
     return found

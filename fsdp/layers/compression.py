@@ -241,8 +241,8 @@ class Compression:
         present = _present.get(self._root)
         if present is None or present() is not self:
             raise RuntimeError(
-                f"{self._root.name}: fsdp.compress was called again for this model. Store and load the feedback by the "
-                "object that the last call has returned"
+                f"{self._root.name}: fsdp.compress was called again for this model. Store and load the feedback with "
+                "the object that the last call returned"
             )
 
     def _require_storage(self, optimizer: torch.optim.Optimizer, trained: Sequence[FlatParamHandle]) -> None:
@@ -252,7 +252,9 @@ class Compression:
         for handle in trained:
             for param in handle.listed_params:
                 if param.requires_grad and id(param) not in params:
-                    raise ValueError(f"{handle.name}: a {kind} without this parameter cannot store its feedback")
+                    raise ValueError(
+                        f"{handle.name}: the {kind} does not have this parameter, so it cannot store its error feedback"
+                    )
         if trained and not isinstance(optimizer, torch.optim.SGD):
             if not any(optimizer.state.values()):
                 raise RuntimeError(
@@ -260,8 +262,8 @@ class Compression:
                 )
             if not any(id(param) in params for param in optimizer.state):
                 raise NotImplementedError(
-                    f"{trained[0].name}: the {kind} keeps the state of other tensors than its parameters, and cannot "
-                    "store error feedback. Use an optimizer of the shards, or compress without feedback"
+                    f"{trained[0].name}: the {kind} has no state of its own parameters, so it cannot store error "
+                    "feedback. Use an optimizer that steps the shards, or compress without feedback"
                 )
 
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
@@ -392,15 +394,15 @@ def _problems(unit: Unit, reduce: Any, gather: Any, replicas: Any) -> Iterator[s
     if (reduce or gather or replicas) and unit.placements.is_nested:
         yield f"{unit.name} has optimizer state that is sharded over replicas as well: use HYBRID_SHARD or FULL_SHARD"
     if reduce and unit.policy.comm_hook is not None:
-        yield f"{unit.name} has a communication hook, which sends gradients in its own way: leave one of the two out"
+        yield f"{unit.name} has a communication hook, which sends gradients by itself: omit one of them"
     for handle in unit.handles:
         across = replicas and _has_replicas(unit, handle)
         if not (handle.is_sharded or across):
             continue
         if reduce and isinstance(handle.reduce_comm, InFront) and not isinstance(handle.reduce_comm, Quantizing):
-            yield f"{handle.name} has a custom reduce-scatter, which sends gradients in its own way: leave it out"
+            yield f"{handle.name} has a custom reduce-scatter, which sends gradients by itself: omit one of them"
         if gather and any(each is not None for each in handle.flat_param.examples):
-            yield f"{handle.name} is of a class with an all-gather of its own (fsdp_pre_all_gather): leave `gather` out"
+            yield f"{handle.name} is of a class with a custom all-gather (fsdp_pre_all_gather): omit `gather`"
         if (reduce or gather or across) and any(part is not None for part in handle.flat_param.parts):
             yield f"{handle.name} is tensor-parallel: shard it over the data-parallel ranks only"
         dtypes = {handle.flat_param.dtype} if gather else set()

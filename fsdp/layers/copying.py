@@ -38,8 +38,8 @@ def prepare_to_copy(unit: Unit) -> None:
     unit.require_idle("copy the model")
     if unit.state is TrainingState.SUMMON_FULL_PARAMS:
         raise RuntimeError(
-            f"{unit.name}: inside summon_full_params() a copy would hold unsharded parameters that nobody shards "
-            "again. Copy the model outside of it, or take its state_dict()."
+            f"{unit.name}: inside summon_full_params() a copy would contain unsharded parameters that are never "
+            "resharded. Copy the model outside the context, or use its state_dict()."
         )
     for handle in dict.fromkeys([*unit.visible_handles, *unit.owned_handles]):
         handle.absorb()  # otherwise a copy would miss values that users have assigned
@@ -53,7 +53,7 @@ def state_to_pickle(unit: Unit, attributes: Mapping[str, Any]) -> dict[str, Any]
     for handle in unit.handles:
         if any(handle.flat_param.parts):
             raise NotImplementedError(
-                f"{handle.name} has parameters that are DTensors, whose mesh is of these processes: it cannot be "
+                f"{handle.name} has parameters that are DTensors, whose mesh belongs to these processes: it cannot be "
                 "pickled. Save its state_dict(), or copy it with copy.deepcopy."
             )
     groups = [name for name in GROUPS if attributes[name] is not None]
@@ -65,13 +65,13 @@ def require_same_place(unit: Unit, groups: Groups) -> None:
     comm, group, replicas = unit.axes[0], groups.shard, unit.axes[1].world_size
     if (group.rank(), group.size()) != (comm.rank, comm.world_size):
         raise ValueError(
-            f"{unit.name} holds the shards of rank {comm.rank} of {comm.world_size}, and this process group "
-            f"makes it rank {group.rank()} of {group.size()}. Load a state dict into a newly wrapped model to "
-            "train with other ranks."
+            f"{unit.name} holds the shards of rank {comm.rank} of {comm.world_size}, but is rank {group.rank()} of "
+            f"{group.size()} in this process group. Load a state dict into a newly wrapped model to train with other "
+            "ranks."
         )
     if groups.replicas != replicas:
         raise ValueError(
-            f"{unit.name} divides gradients by its {replicas} replicas, and this process group makes it "
+            f"{unit.name} has gradients averaged over {replicas} replicas, but this process group has "
             f"{groups.replicas}. Load a state dict into a newly wrapped model to train with other ranks."
         )
 

@@ -27,8 +27,8 @@ from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.engine.user_attributes import attributes_of, give_attributes, give_grad_dtype
 
 _REMEDY = (
-    "Give them values first, on every rank: fsdp.materialize(model), with param_init_fn=... for modules without "
-    "reset_parameters(); or load them (load_state_dict, fsdp.load_safetensors)."
+    "Initialize them first, on every rank: fsdp.materialize(model), with param_init_fn=... for modules without "
+    "reset_parameters(); or load values (load_state_dict, fsdp.load_safetensors)."
 )
 Place = tuple[nn.Module, str]
 

@@ -75,7 +75,7 @@ def teach_dtensor() -> None:
     def reduced(self: Any, protocol: Any) -> Any:
         if is_ours(self):
             raise NotImplementedError(
-                f"{self.fqn} is a DTensor, whose mesh is of these processes: a module under fully_shard cannot be "
+                f"{self.fqn} is a DTensor, whose mesh belongs to these processes: a module under fully_shard cannot be "
                 "pickled. Save it with fsdp.save, or its state_dict() with torch.distributed.checkpoint; copy it with "
                 "copy.deepcopy."
             )
@@ -332,8 +332,9 @@ class DTensorParams(OrigParams):
         if not is_dtensor(param.grad):
             raise RuntimeError(
                 f"{self._layout.slots[slot].name} has a gradient that is no DTensor, unlike the parameter. Distribute "
-                "what is assigned to .grad (torch.distributed.tensor.distribute_tensor) with the device_mesh and the "
-                "placements of the parameter. A function in backward must assign it before its unit is resharded."
+                "the tensor that is assigned to .grad (torch.distributed.tensor.distribute_tensor) with the "
+                "device_mesh and the placements of the parameter. A function in backward must assign it before its "
+                "unit is resharded."
             )
         if param.grad.placements != param.placements:  # autograd creates a replicated gradient for a sum
             with torch.no_grad():

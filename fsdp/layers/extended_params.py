@@ -74,7 +74,8 @@ class Gathered:
         if len(short) > 1 and len(self.shape) == 1 and self.has_methods:
             raise ValueError(
                 f"{BEFORE} of {self.title} returned {len(short)} tensors of {list(rows.shape)}, this rank's rows: all "
-                f"ranks must send as much. Pad those that are rows to {list(self._full_rows)}, as the first rank has."
+                f"ranks must send equal sizes. Pad tensors of rows to {list(self._full_rows)}, the shape on the first "
+                "rank."
             )
         given = [self._padded(one) if number in short else one for number, one in enumerate(given)]
         kinds = [None if type(one) in PLAIN else one.new_zeros([0] * one.dim()) for one in given]
@@ -82,7 +83,8 @@ class Gathered:
         sent = [(one.shape, one.dtype) for one in plain]
         if self.received and sent != self._sent:
             raise RuntimeError(
-                f"{BEFORE} of {self.title} returned tensors of other sizes than the first time: they must stay the same"
+                f"{BEFORE} of {self.title} returned tensors of other shapes or dtypes than in its first call: these "
+                "must not change"
             )
         self._sent, self._kinds = sent, kinds
         return [one.detach().contiguous() for one in plain]
@@ -261,6 +263,6 @@ class ExtendedParameters(UnshardedParameters):
         if not self._params[number].has_methods:
             return self.leaves[number]
         raise RuntimeError(
-            f"{self._layout.slots[number].name} was written to while it was unsharded: what its {AFTER} has made "
-            "cannot be taken back into the shards. Write to the sharded parameter, between steps."
+            f"{self._layout.slots[number].name} was written to while it was unsharded: the result of its {AFTER} "
+            "cannot be written back to the shards. Write to the sharded parameter, between steps."
         )

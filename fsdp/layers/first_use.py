@@ -60,9 +60,9 @@ def refuse_inner_hooks(root: Unit, named_units: Iterable[tuple[str, Unit]]) -> N
         hook = unit.policy.comm_hook
         if hook is not None and root.policy.comm_hook is None:
             raise RuntimeError(
-                f"the communication hook {hook.name} was registered on '{name}', or on a wrapper around it, which "
-                f"lies inside {root.name}: it would not average the other gradients. Call register_comm_hook on the "
-                "outermost FullyShardedDataParallel, once it has been made."
+                f"the communication hook {hook.name} was registered on '{name}', or on a wrapper around it, which is "
+                f"inside {root.name}: it would not average the other gradients. Call register_comm_hook on the "
+                "outermost FullyShardedDataParallel, after creating it."
             )
 
 
@@ -76,9 +76,9 @@ def follow_grad_dtypes(handles: Iterable[FlatParamHandle]) -> None:
             continue
         if len(dtypes) > 1:
             raise ValueError(
-                f"{handle.name}: its parameters were given different values of grad_dtype after sharding "
+                f"{handle.name}: its parameters have different values of grad_dtype since sharding "
                 f"({', '.join(sorted(map(str, dtypes)))}). Set grad_dtype before sharding, which puts such parameters "
-                "into different flat parameters; or set the same one for all parameters of a unit."
+                "into different flat parameters; or set one grad_dtype for all parameters of a unit."
             )
         check_dtype(f"grad_dtype of {handle.name}", *dtypes)
         handle.precision = handle.precision.with_grads(*dtypes)

@@ -109,8 +109,8 @@ class FlattenParamsWrapper(Wrapper):
                 if len(values) > 1:
                     names = ", ".join(found[param][0].fqn for param in group)
                     raise ValueError(
-                        f"one flat parameter has one of each, got {what} {sorted(values)} in ({names}). Put them "
-                        "into groups of their own: param_list=[[...], [...]]."
+                        f"the parameters of a flat parameter must agree, got {what} {sorted(values)} in ({names}). Put "
+                        "them into separate groups: param_list=[[...], [...]]."
                     )
 
     @property

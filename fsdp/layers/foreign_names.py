@@ -34,9 +34,9 @@ KEYWORDS = {
     "device_id": "pass compute_device, or move the module before it is wrapped",
     "device_mesh": "pass it as process_group",
     "ignored_states": "pass ignored_modules or ignored_parameters",
-    "backward_prefetch": "leave it out: the next unit is gathered ahead, in the order that was learned",
-    "forward_prefetch": "leave it out: the next unit is gathered ahead, in the order that was learned",
-    "limit_all_gathers": "leave it out: at most one unit is gathered ahead",
+    "backward_prefetch": "omit it: the next unit is gathered ahead, in the recorded order",
+    "forward_prefetch": "omit it: the next unit is gathered ahead, in the recorded order",
+    "limit_all_gathers": "omit it: at most one unit is gathered ahead",
     "writeback": "volatile=True is writeback=False, and writeback=True the default",
 }
 
@@ -82,19 +82,19 @@ ATTRIBUTES = _by_name(
         "_flat_param": "params lists this wrapper's flat parameters, and fsdp.flat_param_handles(model) their handles",
         "_has_params": "params is empty for a wrapper without parameters of its own",
         "_use_orig_params": "the attribute is use_orig_params",
-        "_use_full_prec_in_eval": "evaluate inside of fsdp.full_precision(model)",
+        "_use_full_prec_in_eval": "evaluate inside fsdp.full_precision(model)",
         "_all_fsdp_states": "use fsdp.get_fsdp_instances(model)",
         "_comm_hook": "register_comm_hook() sets one, for all units",
-        "_comm_hook_state": "register_comm_hook() is given the state, and the hook is called with it",
+        "_comm_hook_state": "pass the state to register_comm_hook(), which passes it to the hook",
         "_device_mesh": "process_group and replicate_group are the groups of its dimensions",
         "_gradient_predivide_factor": "the attribute is gradient_predivide_factor",
         "_gradient_postdivide_factor": "the attribute is gradient_postdivide_factor",
         "_sync_gradients": "no_sync() decides whether gradients are reduced",
-        "_ignored_modules": "they are given as ignored_modules, and stay ordinary modules",
-        "_ignored_params": "they are given as ignored_parameters, and stay ordinary parameters",
-        "_exec_order_data": "the order of units is learned in each pass; fsdp.trace shows it",
+        "_ignored_modules": "pass them as ignored_modules; they stay ordinary modules",
+        "_ignored_params": "pass them as ignored_parameters; they stay ordinary parameters",
+        "_exec_order_data": "the order of units is recorded in each pass; fsdp.trace shows it",
         "_device_handle _default_stream _unshard_stream _pre_unshard_stream _post_backward_stream _all_reduce_stream "
-        "_free_event_queue": "streams and events belong to the communicators, and there are none to be set",
+        "_free_event_queue": "streams and events belong to the communicators, and cannot be set",
         "_state_dict_type _state_dict_config": f"there is no type to be set, {_FULL}",
         "_optim_state_dict_config": _OPTIM,
         **{name: KEYWORDS[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
@@ -103,9 +103,9 @@ ATTRIBUTES = _by_name(
 
 # Environment variables of FSDP1, enabled by "1".
 VARIABLES = {
-    "FSDP_USE_FULL_PREC_IN_EVAL": "evaluate inside of `with fsdp.full_precision(model):`",
-    "FSDP_SKIP_WRITEBACK_CHECK": "leave it out: what users change between steps is always looked for, and kept",
-    "FSDP_USE_UNSAFE_SETATTR": "leave it out: there is one way in which modules get their parameters",
+    "FSDP_USE_FULL_PREC_IN_EVAL": "evaluate inside `with fsdp.full_precision(model):`",
+    "FSDP_SKIP_WRITEBACK_CHECK": "omit it: changes of parameters between steps are always detected and kept",
+    "FSDP_USE_UNSAFE_SETATTR": "omit it: there is only one way to set parameters of modules",
     "FSDP_USE_FAKE_ALL_GATHER": "use fsdp.trace for the time of all-gathers, and fsdp.plan for their bytes",
     "FSDP_USE_FAKE_REDUCE": "use fsdp.trace for the time of reductions, and fsdp.plan for their bytes",
 }
@@ -114,23 +114,23 @@ VARIABLES = {
 PRIVATE = {
     "_rebuild_full_params": "use summon_full_params(), or run the module, which gathers by itself",
     "_use_full_params": "use summon_full_params()",
-    "_use_fp32_param_shard": "shards are what params hold between steps",
+    "_use_fp32_param_shard": "params are shards between steps",
     "_cast_fp32_param_shards_to_fp16": "this is part of each gather",
     "_free_fp16_param_shard": "this is part of each gather",
-    "_prep_grads_for_backward": "gradients of several backwards are added without it",
-    "_post_backward_hook": "to change gradients on their way to the reduction, use register_comm_hook()",
+    "_prep_grads_for_backward": "gradients of several backwards are accumulated without it",
+    "_post_backward_hook": "to change gradients before their reduction, use register_comm_hook()",
     "_post_reduction_hook": "hook params with register_post_accumulate_grad_hook, or use register_comm_hook()",
     "_wait_for_post_backward": "when backward() returns, gradients are reduced",
     "_queue_wait_for_post_backward": "when backward() returns, gradients are reduced",
-    "_wait_for_previous_optim_step": "gathers wait for the optimizer by themselves",
-    "_set_is_root": "the first use of the outermost wrapper settles it; _lazy_init() does so at once",
-    "_setup_streams": "there are none to be set up",
-    "_streams": "there are none of its own",
-    "_reducer": "bucket_cap_mb says how gradients are collected",
+    "_wait_for_previous_optim_step": "gathers wait for the optimizer automatically",
+    "_set_is_root": "the first use of the outermost wrapper determines it; _lazy_init() does so immediately",
+    "_setup_streams": "there are no streams to set up",
+    "_streams": "a wrapper has no separate streams",
+    "_reducer": "bucket_cap_mb determines how gradients are collected",
     "_shard_parameters_": "parameters are sharded when they are wrapped",
     "_get_shard": "fsdp.optim_utils and load_state_dict() shard unsharded values",
     "_gather_optim_state": "use gather_full_optim_state_dict()",
-    "_cast_buffers": "the precision's buffers are cast by themselves, see buffer_dtype",
+    "_cast_buffers": "buffers are cast automatically, see buffer_dtype",
     "_no_return_full_state_dict": "local_state_dict() does not recurse into state_dict()",
     "_load_state_dict": "use load_state_dict(), or load_local_state_dict()",
     "_num_flatten_params": "len(wrapper.params)",
@@ -189,8 +189,8 @@ def refuse_torchs_units(module: nn.Module) -> None:
 def refuse_data_parallel(name: str, instead: str) -> NoReturn:
     """Raise RuntimeError if `nn.DataParallel` replicates a sharded module."""
     raise RuntimeError(
-        f"DataParallel has been given {name}, which is sharded over processes and cannot be copied to several devices "
-        f"of one. Call {instead}, in one process for each device."
+        f"DataParallel got {name}, which is sharded over processes and cannot be copied to the devices of one process. "
+        f"Call {instead}, in one process for each device."
     )
 
 
@@ -199,7 +199,7 @@ def refuse_local_sgd() -> None:
     """Raise NotImplementedError if accelerate's LocalSGD calls `no_sync`: it would average different shards."""
     if is_called_from("accelerate.local_sgd"):
         raise NotImplementedError(
-            "accelerate's LocalSGD averages `param.data` of all ranks, and each rank of a sharded model holds other "
+            "accelerate's LocalSGD averages `param.data` of all ranks, but each rank of a sharded model has different "
             "elements there. Use fsdp.OuterOptimizer, with a replica of the model for each group of ranks."
         )
 

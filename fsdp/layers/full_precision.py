@@ -49,8 +49,8 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     for handle in cast:
         if not handle.unsharded.is_exact:
             raise NotImplementedError(
-                f"fsdp.full_precision: {handle.name} is not all-gathered in its own form. Leave out the `gather` of "
-                "fsdp.compress, or cast the parameters of a class with an all-gather of its own before sharding."
+                f"fsdp.full_precision: {handle.name} is not all-gathered in its own form. Omit `gather` of "
+                "fsdp.compress, or cast parameters of a class with a custom all-gather before sharding."
             )
     with during("fsdp.full_precision()"):
         from_everyone(root.everyone, None)  # no rank computes before all ranks have entered

@@ -120,8 +120,8 @@ def norm_over_ranks(
     beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
     if beyond:
         raise ValueError(
-            f"clip_grad_norm_ adds up what the ranks of the outermost unit have ({sorted(root.ranks)}), and inner "
-            f"ones are spread over more ({', '.join(beyond)}). Shard the outermost module over all these ranks."
+            f"clip_grad_norm_ sums over the ranks of the outermost unit ({sorted(root.ranks)}), but inner units are "
+            f"sharded over other ranks ({', '.join(beyond)}). Shard the outermost module over all these ranks."
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
@@ -158,7 +158,7 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_no
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()} over all ranks{where}, so they cannot be clipped; they are "
-            "left as they are, on every rank. Pass error_if_nonfinite=False to clip all the same."
+            "unchanged on every rank. Pass error_if_nonfinite=False to clip anyway."
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also if the scale is 1: a decision on the host would require a synchronization with the device.
@@ -190,7 +190,7 @@ def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> N
             raise RuntimeError(
                 f"cannot {what}: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync(). Or call fsdp.reduce_gradients(model), "
-                "as with SHARD_OPTIM, whose gradients accumulate so until the step."
+                "as with SHARD_OPTIM, which reduces gradients only at the step."
             )
 
 

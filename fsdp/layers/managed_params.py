@@ -120,7 +120,7 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
     if shard.is_standalone:
         raise ValueError(
             f"{fqn} is sharded by a StandaloneHandle, which no unit would unshard: shard the module without the "
-            "handle, or have the parameter ignored and go on unsharding it by hand"
+            "handle, or ignore the parameter and unshard it by hand"
         )
 
 
@@ -147,8 +147,8 @@ def _memory_of(param: Tensor) -> Tensor:
 
 def _lost_tie(name: str, other: str) -> ValueError:
     return ValueError(
-        f"{name} is a parameter of its own in the memory of {other}: sharded, they would no longer change together. "
-        "Tie them by making them one parameter (b.weight = a.weight), or give each its memory (.clone())."
+        f"{name} is a separate parameter that shares memory with {other}: after sharding, they would no longer change "
+        "together. Tie them as one parameter (b.weight = a.weight), or copy one of them (.clone())."
     )
 
 
@@ -187,10 +187,10 @@ def _check(fqn: str, param: nn.Parameter, for_unit: bool, takes_all: bool) -> No
         param.requires_grad or type(param) in PLAIN or is_dtensor(param) or hasattr(type(param), "__tensor_flatten__")
     ):
         raise TypeError(
-            f"{fqn} is a frozen {type(param).__name__}, a class without __tensor_flatten__, which may keep data beside "
-            "the tensor, as bitsandbytes' Int8Params does: quantise it in a class that names its inner tensors (of "
-            "torchao, or Params4bit), or pass it in ignored_parameters (ignored_params of fully_shard), so that every "
-            "rank keeps it"
+            f"{fqn} is a frozen {type(param).__name__}, a class without __tensor_flatten__, which may keep data "
+            "outside the tensor, as bitsandbytes' Int8Params does: quantise it in a class that names its inner tensors "
+            "(of torchao, or Params4bit), or pass it in ignored_parameters (ignored_params of fully_shard), so that "
+            "every rank keeps it"
         )
     if param.is_quantized:
         raise TypeError(
@@ -227,8 +227,8 @@ def _check(fqn: str, param: nn.Parameter, for_unit: bool, takes_all: bool) -> No
     is_hooked = param._backward_hooks or param._post_accumulate_grad_hooks or IN_BACKWARD in vars(param)
     if taken_over(param) is None and is_hooked:
         raise ValueError(
-            f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
-            "sharding, and register them afterwards on what the sharded model lists."
+            f"{fqn} has gradient hooks, which would never run: another tensor replaces it. Remove them before "
+            "sharding, and register them afterwards on the sharded model's parameters()."
         )
 
 
@@ -237,8 +237,8 @@ def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
     if owner is not None:
         raise ValueError(
             f"{fqn} is the same parameter as {owner}, which an inner unit has already taken over: sharded like this, "
-            "the two would no longer be tied. Leave that module alone, so that the unit that contains both takes "
-            "the parameter (auto_wrap does so by itself)."
+            "the two would no longer be tied. Do not shard that module by itself: the unit that contains both must "
+            "take over the parameter (auto_wrap does this automatically)."
         )
 
 
@@ -278,7 +278,7 @@ def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashabl
     except TypeError:
         raise TypeError(
             f"group_by({places[0].fqn!r}, ...) returned {found!r}, which cannot be hashed: return a string, a number, "
-            "or a tuple of such"
+            "or a tuple of these"
         ) from None
     return found
 
@@ -300,12 +300,12 @@ def reader_message(name: str) -> str:
     # `torch.jit` reads all attributes of a module before the parameters.
     if is_called_from("torch.jit._trace") or is_called_from("torch.jit._script"):
         return (
-            f"torch.jit has been given {name}, which is sharded: what it makes would contain the shards of this rank. "
-            "Save the model by fsdp.save, load it into the plain model by fsdp.load, and give torch.jit that."
+            f"torch.jit got {name}, which is sharded: its result would contain the shards of this rank. Save the model "
+            "with fsdp.save, load it into the plain model with fsdp.load, and pass that model to torch.jit."
         )
     if is_called_from("accelerate.accelerator"):
         return (
-            f"accelerate would put {name}, which is sharded, into DistributedDataParallel. Use "
+            f"accelerate would wrap {name}, which is sharded, in DistributedDataParallel. Use "
             "fsdp.accelerate.Accelerator, or fsdp.transformers.Trainer instead of transformers.Trainer. Or call "
             "prepare_model(model, evaluation_mode=True, device_placement=False)."
         )
@@ -315,8 +315,9 @@ def reader_message(name: str) -> str:
 def ddp_message(name: str) -> str:
     """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
     return (
-        f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
-        "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
-        "over the ranks without it (for replicas of shards, shard over a 2-D mesh), and build the model anew. Around "
-        "other parameters, have it ignore the unit's by all their names: named_parameters(remove_duplicate=False)."
+        f"DistributedDataParallel got {name}, which is sharded: it treats the ranks' shards as copies of the same "
+        "parameters, and overwrites them with those of its first rank. Remove DistributedDataParallel, because "
+        "gradients are averaged without it (for replicas of shards, shard over a 2-D mesh), and rebuild the model. If "
+        "other parameters need it, let it ignore the unit's parameters under all names: "
+        "named_parameters(remove_duplicate=False)."
     )

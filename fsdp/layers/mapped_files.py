@@ -49,11 +49,11 @@ class Region:
         try:
             size = mapping.size()
         except OSError as error:
-            raise RuntimeError(f"{what}: its file {self._path} cannot be reached any more: {error}") from error
+            raise RuntimeError(f"{what}: its file {self._path} is no longer accessible: {error}") from error
         if size < self._start + self._length:
             raise RuntimeError(
                 f"{what}: its file {self._path} was truncated to {size} bytes while it was in use, and its values are "
-                "lost. Start again from a checkpoint, with an offload_folder that nobody else touches."
+                "lost. Start again from a checkpoint, with an offload_folder that no other process changes."
             )
 
     def read_ahead(self) -> None:
@@ -90,7 +90,7 @@ class MappedFiles:
             self.folder = tempfile.mkdtemp(prefix=f"fsdp-{os.getpid()}-", dir=folder)
         except OSError as error:
             raise ValueError(
-                f"offload_folder={os.fspath(folder)!r} cannot be used: {error}. Name a folder on a disk with room for "
+                f"offload_folder={os.fspath(folder)!r} cannot be used: {error}. Pass a folder on a disk with space for "
                 "the model's shards, gradients and optimizer state."
             ) from error
         return_freed_blocks(larger_than=1 << 20)
@@ -162,7 +162,7 @@ class MappedFiles:
                 free = shutil.disk_usage(os.path.dirname(self.folder)).free
             raise RuntimeError(
                 f"offload='disk': cannot make a file of {nbytes} bytes for {role} in {self.folder}: {error}; the disk "
-                f"has {free} bytes free. Make room, or name an offload_folder on another disk. (If there are too many "
+                f"has {free} bytes free. Free space, or pass an offload_folder on another disk. (If there are too many "
                 "open files, raise `ulimit -n`.)"
             ) from error
         return mapping, path

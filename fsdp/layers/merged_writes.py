@@ -46,10 +46,10 @@ def merge_written(handle: FlatParamHandle) -> None:
     if clashing.any():
         names = ", ".join(layout.slots[slots[number]].name for number in clashing.nonzero().flatten().tolist())
         raise RuntimeError(
-            f"{handle.unit_name}: its forward wrote to {names}, and other values on other ranks, from their own "
-            "part of the batch: there is no right one to keep. Let all ranks write the same (sum over the ranks "
-            "what it is computed from), keep it in a buffer, or change it between steps inside "
-            "`with model.summon_full_params():`."
+            f"{handle.unit_name}: its forward wrote to {names}, and the ranks' values conflict, because each rank "
+            "computed them from its part of the batch. Write the same values on all ranks (all-reduce the data that "
+            "they are computed from), use a buffer, or change them between steps inside `with "
+            "model.summon_full_params():`."
         )
     if before is not None:
         for part, value, was in zip(own, values, before, strict=True):

@@ -72,8 +72,9 @@ def refuse_shared_modules(module: nn.Module) -> None:
             there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
             raise ValueError(
                 f"{' = '.join(here)} is the same {kind} as {there[0]} of {owner.name}, a unit that has taken over its "
-                "parameters and would not unshard them here. Wrap the shared module itself first, once, and put the "
-                "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does so by itself)."
+                "parameters and would not unshard them here. Wrap the shared module itself first, once, and use the "
+                "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does this "
+                "automatically)."
             )
 
 
@@ -182,7 +183,7 @@ class Conversions:
             if any(is_summoned or handle.presentation.is_exposed for handle in changed):
                 raise RuntimeError(
                     f"{each.name}: inside summon_full_params() there are only copies of the parameters, whose new "
-                    "dtype or device would be forgotten. Cast or move the model outside of it."
+                    "dtype or device would be lost. Cast or move the model outside the context."
                 )
             for handle in changed if is_whole else ():
                 if handle.has_unreduced:
@@ -223,9 +224,9 @@ class Conversions:
             alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
             if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
                 raise RuntimeError(
-                    f"{self.unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters "
-                    "lie in one vector. Cast or move the whole model (model.to(...)), or do it before sharding: a unit "
-                    "may mix dtypes."
+                    f"{self.unit.name}: {here[0].fqn} cannot be cast or moved separately from its unit, whose "
+                    "parameters are in one vector. Cast or move the whole model (model.to(...)), or do it before "
+                    "sharding: a unit may mix dtypes."
                 )
 
     def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
@@ -286,8 +287,8 @@ def _require_grad(unit: Unit, module: nn.Module, requires_grad: bool = True) -> 
             )
         if here and not listed and handle.requires_grad is not requires_grad:
             raise RuntimeError(
-                f"{unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
-                "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
+                f"{unit.name}: {here[0].fqn} cannot be frozen or thawed separately from its flat parameter. Do it "
+                "before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
             )
     listing = module.__dict__.pop("named_parameters", None)  # it would warn without need
     try:

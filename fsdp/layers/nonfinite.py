@@ -43,6 +43,6 @@ class _Check:
         if not local_part(gradient).isfinite().all():
             raise RuntimeError(
                 f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit_name}' is "
-                "not finite, as the first of this backward. It is this rank's own: the loss of its batch is not "
-                "finite, or something that is computed after this parameter. (fsdp.detect_nonfinite)"
+                "not finite, as the first of this backward. It is this rank's unreduced gradient: the loss of its "
+                "batch is not finite, or a value computed after this parameter. (fsdp.detect_nonfinite)"
             )

@@ -143,7 +143,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer, ours: list[tuple[Any, Any
             if owner._has_unreduced:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not "
-                    "reduced over the ranks yet and would be left out. Run the last backward of the step outside "
+                    "reduced over the ranks yet and would be ignored. Run the last backward of the step outside "
                     "no_sync()."
                 )
             if param.grad.dtype is not param.dtype:

@@ -25,13 +25,13 @@ def refuse(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any])
     """Raise RuntimeError for an optimizer that cannot step its parameters `params`, with the shards `ours`."""
     if isinstance(optimizer, torch.optim.LBFGS) and any(is_spread(param) for param in ours):
         raise RuntimeError(  # line searches would differ between ranks, with different numbers of calls of the model
-            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
-            "that works element by element (Adam, AdamW, SGD, ...)."
+            "LBFGS needs inner products over all parameters, but would compute them over this rank's shards. Use an "
+            "elementwise optimizer (Adam, AdamW, SGD, ...)."
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer" and any(is_dtensor(p) or is_spread(p) for p in ours):
         raise RuntimeError(
-            "ZeroRedundancyOptimizer steps each parameter on one rank and sends it to the others, which have other "
-            "shards. Use the optimizer that it was given as optimizer_class: its state is sharded like the parameters."
+            "ZeroRedundancyOptimizer steps each parameter on one rank and sends it to ranks with different shards. Use "
+            "its optimizer_class without it: its state is sharded like the parameters."
         )
     _refuse_what_dtensors_lack(optimizer, ours)
     _refuse_original_parameters(optimizer, params)
@@ -66,7 +66,7 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
     if isinstance(optimizer, (optim.SGD, optim.Adagrad)) and any(
         group.get("fused") for group in optimizer.param_groups
     ):
-        problem = "with fused=True has no implementation for DTensors: leave out fused=True"
+        problem = "with fused=True has no implementation for DTensors: omit fused=True"
     elif isinstance(optimizer, optim.Rprop):
         problem = (
             "selects elements by masks, which DTensors do not support: let fsdp.OwnedOptimizer step each rank's rows, "
@@ -74,26 +74,26 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
         )
     elif type(optimizer).__name__ == "Adafactor":  # of torch and of transformers
         problem = (
-            f"combines rows and columns in place, which DTensors such as {name_of(rows[0])} do not support: let it "
-            "step whole parameters by owners, with fsdp.OwnedOptimizer"
+            f"combines rows and columns in place, which DTensors such as {name_of(rows[0])} do not support: use "
+            "fsdp.OwnedOptimizer, which steps whole parameters"
         )
     elif isinstance(optimizer, optim.Muon) and (few := next(filter(None, map(_fewer_rows_than_ranks, rows)), None)):
         problem = (
-            f"steps matrices in place, which DTensors such as {few}, do not support: let it step whole parameters by "
-            "owners, with fsdp.OwnedOptimizer"
+            f"steps matrices in place, which DTensors such as {few}, do not support: use fsdp.OwnedOptimizer, which "
+            "steps whole parameters"
         )
     elif isinstance(optimizer, optim.LBFGS) and uneven is not None:
         problem = (
-            f"joins parameters in one vector, and DTensors with other numbers of rows on other ranks, such as "
-            f"{name_of(uneven)}, cannot be: use an optimizer that works element by element (Adam, AdamW, SGD, ...)"
+            "concatenates parameters, which fails for DTensors with different numbers of rows on the ranks, such as "
+            f"{name_of(uneven)}: use an elementwise optimizer (Adam, AdamW, SGD, ...)"
         )
     elif not isinstance(optimizer, optim.SGD) and type(optimizer).__module__.startswith("torch.optim"):
         lost = next((each for each in rows if each.is_complex() and _is_lost_as_real(each)), None)
         if lost is not None:
             problem = (
-                f"steps complex numbers as pairs of real ones, and DTensors lose what is written to those of "
-                f"{name_of(lost)}, since ranks have different numbers of its elements: use FullyShardedDataParallel, "
-                "or hold it as a real parameter (torch.view_as_complex in the forward)"
+                f"steps complex numbers as pairs of real ones, and writes to those of the DTensor {name_of(lost)} are "
+                "lost, because ranks have different numbers of its elements: use FullyShardedDataParallel, or a real "
+                "parameter (torch.view_as_complex in the forward)"
             )
     if problem:
         raise RuntimeError(f"{type(optimizer).__name__} {problem}.")
@@ -128,9 +128,9 @@ def refuse_missing_gradients(optimizer: str, ours: list[tuple[Any, Any]]) -> Non
     for runtime in runtimes():
         if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
             raise RuntimeError(
-                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
-                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
-                "takes them as its inputs as well."
+                f"{optimizer}.step(): no parameter of {runtime.root.name} has received a gradient since its first use. "
+                "Its parameters() are shards, which torch.autograd.grad() does not find in the graph. Call backward(), "
+                "which also accepts them as inputs."
             )
 
 
@@ -139,11 +139,10 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
     stale = [name for name in names if name is not None]
     if stale:
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was made before the model was sharded, or while it was unsharded: it "
-            f"holds parameters that get no gradients ({some_of(stale)}). Make it after sharding and between steps "
-            "(after the next forward, if parameters were assigned), from the model's parameters(); or hand it over "
-            "with the method reshard_optimizer of the outermost FullyShardedDataParallel, which modules under "
-            "fully_shard do not have."
+            f"this {type(optimizer).__name__} was created before the model was sharded, or while it was unsharded: it "
+            f"has parameters that get no gradients ({some_of(stale)}). Create it after sharding and between steps "
+            "(after the next forward, if parameters were assigned), from the model's parameters(); or pass it to "
+            "reshard_optimizer() of the outermost FullyShardedDataParallel (not available under fully_shard)."
         )
 
 
@@ -156,15 +155,25 @@ _OF_UNSHARDED_PARAMETERS = re.compile(
 )
 # Class names of optimizers that do not support any division of parameters among ranks, with the reason.
 _OF_MORE = {
-    re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
-    "sees what this rank has of them: ranks take steps of different sizes",
-    re.compile("^(adagc|adai|adams|avagrad|trac)$", re.IGNORECASE): "takes means or norms over all parameters "
-    "together, and sees what this rank has of them: ranks compute different ones",
-    re.compile("^([agw]|friendly|look)?sam$", re.IGNORECASE): "divides by the norm of all gradients together, and sees "
-    "what this rank has of them: ranks compute different norms, except of the DTensors of fully_shard",
-    re.compile("orthograd", re.IGNORECASE): "projects gradients by whole parameters, and sees this rank's shards",
-    re.compile("lora_?rite", re.IGNORECASE): "steps pairs of parameters together, and a rank may have one of a pair",
-    re.compile("sophiah|adahessian", re.IGNORECASE): "takes second derivatives, and reduced gradients have no graph",
+    re.compile("prodigy|dadapt", re.IGNORECASE): (
+        "estimates its step size from all parameters, but gets this rank's shards only: step sizes would differ "
+        "between ranks"
+    ),
+    re.compile("^(adagc|adai|adams|avagrad|trac)$", re.IGNORECASE): (
+        "computes means or norms over all parameters, but gets this rank's shards only: these would differ between "
+        "ranks"
+    ),
+    re.compile("^([agw]|friendly|look)?sam$", re.IGNORECASE): (
+        "divides by the norm of all gradients, but gets this rank's shards only: ranks would compute different norms, "
+        "except with the DTensors of fully_shard"
+    ),
+    re.compile("orthograd", re.IGNORECASE): (
+        "projects gradients with whole parameters, but gets this rank's shards only"
+    ),
+    re.compile("lora_?rite", re.IGNORECASE): (
+        "steps pairs of parameters together, but a rank may have only one of a pair"
+    ),
+    re.compile("sophiah|adahessian", re.IGNORECASE): "needs second derivatives, but reduced gradients have no graph",
 }
 
 
@@ -179,11 +188,10 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
     flat = [p for p in ours if not is_dtensor(p) and (p.shape,) != p.owner._shapes]  # with a different shape
     if flat and _OF_UNSHARDED_PARAMETERS.search(kind):
         yield (
-            f"{kind} goes by the rows, columns or norms of whole parameters, and gets flat shards, as that with "
-            f"{flat[0].owner._names[0]}: it does not train as without sharding, and its state may not be saved whole. "
-            "Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that works element by "
-            "element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with ignored_parameters, "
-            "summing their gradients over the ranks yourself."
+            f"{kind} needs the rows, columns or norms of whole parameters, but gets flat shards, such as that with "
+            f"{flat[0].owner._names[0]}: its steps differ from those without sharding, and saving its state may fail. "
+            "Use fsdp.OwnedOptimizer, which steps whole parameters; use an elementwise optimizer (Adam, AdamW, SGD, "
+            "...); or pass these parameters as ignored_parameters, and sum their gradients over the ranks yourself."
         )
     # prodigyopt's and dadaptation's classes sum their estimates over all ranks if this option is set.
     adds_up = all(group.get("fsdp_in_use") for group in optimizer.param_groups)
@@ -196,11 +204,10 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
         )
     if names := _names_of_mixed_group(optimizer):
         yield (
-            f"a group of this {kind} has no sharded parameters, and another one has all, matrices and vectors alike "
-            f"({some_of(names, 3)}): shards are 1-D, and a flat parameter is "
-            "many in one, so rules like `param.ndim >= 2`, or by name, do not tell them apart. Wrap with "
-            "use_orig_params=True and make groups by names, or by `len(param.unsharded_shape)`; or wrap with group_by, "
-            "and make groups by `param.group`."
+            f"a group of this {kind} has no sharded parameters, and another group has all of them, matrices and "
+            f"vectors ({some_of(names, 3)}): shards are 1-D, and a flat parameter contains many parameters, so rules "
+            "such as `param.ndim >= 2`, or names, do not distinguish them. Wrap with use_orig_params=True and group by "
+            "names, or by `len(param.unsharded_shape)`; or wrap with group_by, and group by `param.group`."
         )
     one_of_each = {id(param.owner): param for param in ours}.values()  # a parameter of each shard
     if not any(is_dtensor(param) or is_spread(param) for param in one_of_each):
@@ -212,9 +219,9 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
     if apart:  # the outermost module was forgotten
         shapes = some_of([list(param.shape) for param in apart], 3)
         yield (
-            f"this {kind} steps sharded parameters, and {len(apart)} that are not (of shapes {shapes}): nobody "
-            "averages their gradients over the ranks, so each rank trains its own. Shard the outermost module as well, "
-            "with these ignored if you average them yourself."
+            f"this {kind} steps sharded parameters, and {len(apart)} that are not (of shapes {shapes}): the gradients "
+            "of these are not averaged over the ranks, so each rank trains different values. Shard the outermost "
+            "module as well, and ignore these if you average their gradients yourself."
         )
 
 
@@ -250,9 +257,9 @@ def refuse_mixed_gradients(optimizer: torch.optim.Optimizer, param: Any) -> None
     """Raise RuntimeError if torch's optimizer would fail on a gradient of another dtype, without naming it."""
     if not _takes_other_dtypes(optimizer):
         raise RuntimeError(
-            f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
-            f"keep_low_precision_grads=True or the parameters' grad_dtype keeps them in {param.grad.dtype}. Leave it "
-            "out, or use an optimizer that takes both: torch's SGD (not fused), or one of your own."
+            f"{type(optimizer).__name__} requires gradients in the parameters' own dtype, {param.dtype}, but "
+            f"keep_low_precision_grads=True or the parameters' grad_dtype keeps them in {param.grad.dtype}. Omit this "
+            "setting, or use an optimizer that supports both dtypes, such as torch's SGD (not fused)."
         )
 
 
@@ -262,6 +269,7 @@ def _refuse_mixed_state(optimizer: torch.optim.Optimizer, ours: list[Any]) -> No
         moment = optimizer.state[param].get("exp_avg") if param in optimizer.state else None
         if moment is not None and moment.dtype != param.dtype:
             raise RuntimeError(
-                f"{type(optimizer).__name__}: its state 'exp_avg' of {name_of(param)} is {moment.dtype}, and the "
-                f"parameter {param.dtype}, as after a cast of the model. Make a new optimizer from its parameters()."
+                f"{type(optimizer).__name__}: its state 'exp_avg' of {name_of(param)} is {moment.dtype}, but the "
+                f"parameter is {param.dtype}, as after a cast of the model. Create a new optimizer from its "
+                "parameters()."
             )

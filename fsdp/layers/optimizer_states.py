@@ -65,9 +65,9 @@ def _refuse_state_functions(optimizer: torch.optim.Optimizer) -> None:
         for param in shards_among(params_of(optimizer)):
             if param.owner._is_sharded and not is_dtensor(param):
                 raise NotImplementedError(
-                    "torch.distributed.checkpoint's functions for optimizer state do not know the shards of "
-                    f"{name_of(param)}, and would keep those of one rank. Use fsdp.save(path, model, optimizer) and "
-                    "fsdp.load; or shard the model by fsdp.fully_shard, whose parameters are DTensors."
+                    "torch.distributed.checkpoint's functions for optimizer state do not support the shards of "
+                    f"{name_of(param)}, and would save those of one rank only. Use fsdp.save(path, model, optimizer) "
+                    "and fsdp.load; or shard the model with fsdp.fully_shard, whose parameters are DTensors."
                 )
 
 
@@ -95,9 +95,9 @@ def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signatu
     if own and own != signature:
         theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature or [], own))
         raise RuntimeError(
-            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
-            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's shards only. Have every rank load "
-            "what it has saved itself; or save the whole state, with fsdp.save or "
+            f"the state loaded into this {type(optimizer).__name__} is for the shards of rank {theirs}, but this rank "
+            f"has those of rank {ours}: optimizer.state_dict() contains one rank's shards only. Load on every rank the "
+            "state that this rank saved; or save the full state with fsdp.save or "
             "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
         )
 
@@ -131,10 +131,10 @@ def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[s
             else "fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, full)"
         )
         raise ValueError(
-            f"{type(optimizer).__name__}.load_state_dict: this rank has its part of the state only, and this state is "
-            f"another optimizer's: {problem}. If it is that of the unsharded model, give it names by "
-            f"fsdp.optim_utils.rekey_optim_state_dict(state, plain_model, 'names'), and load that by {remedy} "
-            "(docs/optimizers.md)."
+            f"{type(optimizer).__name__}.load_state_dict: this optimizer has the state of this rank's shards, but the "
+            f"given state does not fit: {problem}. If it is the state of the unsharded model, convert its numbers to "
+            "names with fsdp.optim_utils.rekey_optim_state_dict(state, plain_model, 'names'), and load the result with "
+            f"{remedy} (docs/optimizers.md)."
         )
 
 

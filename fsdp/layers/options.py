@@ -126,7 +126,7 @@ class Options:
         if self.use_orig_params and not self.flatten_parameters:
             raise ValueError(
                 "use_orig_params=True is for flattened parameters; with flatten_parameters=False optimizers see each "
-                "parameter's shard already. Choose one."
+                "parameter's shard already. Omit one of them."
             )
         moves_params, moves_grads = self._offloads()
         policy = _own_policy(self.mixed_precision)
@@ -152,13 +152,15 @@ class Options:
             raise ValueError(f"offload must be None, 'cpu' or 'disk', got {self.offload!r}")
         if self.offload is not None and (moves_params or self.move_grads_to_cpu is not None):
             raise ValueError(
-                f"offload={self.offload!r} says where shards and gradients live: leave move_params_to_cpu, cpu_offload "
-                "and move_grads_to_cpu at their defaults"
+                f"offload={self.offload!r} determines where shards and gradients are stored: omit move_params_to_cpu, "
+                "cpu_offload and move_grads_to_cpu"
             )
         if self.offload != "disk" and (self.offload_folder is not None or self.keep_offload_files):
             raise ValueError("offload_folder and keep_offload_files are for offload='disk'")
         if self.offload == "disk" and self.offload_folder is None:
-            raise ValueError("offload='disk' needs offload_folder: a folder on a disk with room for the model's shards")
+            raise ValueError(
+                "offload='disk' needs offload_folder: a folder on a disk with space for the model's shards"
+            )
         params = self.offload is not None or moves_params
         return params, params if self.move_grads_to_cpu is None else self.move_grads_to_cpu
 
@@ -206,30 +208,30 @@ class Options:
         """Raise an error if a communication hook cannot replace the division and summation of a unit's gradients."""
         if (hook := unit.policy.comm_hook) is not None:
             raise RuntimeError(
-                f"{unit.name}: a communication hook ({hook.name}) is registered already, and there can be "
-                "only one. Write one hook that does both, or change what is in its state."
+                f"{unit.name}: a communication hook ({hook.name}) is registered already, and there can be only one. "
+                "Register one hook that does both, or change its state."
             )
         if unit.axes[1].world_size > 1:
             raise ValueError(
-                f"{unit.name}: gradients are summed over {unit.axes[1].world_size} replicas besides, along the replica "
-                "axis, and a communication hook does not see that. Wrap with one process_group to shard over; "
-                "or leave the hook out, and say in which dtype to send with MixedPrecision(reduce_dtype=...)."
+                f"{unit.name}: gradients are also summed over {unit.axes[1].world_size} replicas, along the replica "
+                "axis, where no communication hook is called. Wrap with one process_group to shard over; or omit the "
+                "hook, and set the dtype of messages with MixedPrecision(reduce_dtype=...)."
             )
         from fsdp.distributed.custom_collectives import InFront  # few models use it
 
         if any(isinstance(handle.reduce_comm, InFront) for handle in unit.handles):
             raise ValueError(
-                f"{unit.name}: gradients are sent quantised, and a communication hook sends them in its own way. Leave "
-                "one of the two out; fsdp.compress(model) without other arguments ends quantised communication."
+                f"{unit.name}: gradients are sent quantised, which conflicts with a communication hook. Omit one of "
+                "them; fsdp.compress(model) without other arguments ends quantised communication."
             )
         world_size = unit.comm.world_size
         usual = self.predivide_factor(world_size)
         is_usual = (unit.policy.predivide, unit.policy.postdivide) == (usual, world_size / usual)
         if self.gradient_predivide_factor is not None or not is_usual:
             raise ValueError(
-                f"{unit.name}: gradients were to be divided by {unit.policy.predivide} and {unit.policy.postdivide}, "
-                "but a communication hook divides them by itself. Leave gradient_predivide_factor at None, don't call "
-                "set_gradient_divide_factors, and have the hook divide by what you want."
+                f"{unit.name}: gradients are divided by {unit.policy.predivide} and {unit.policy.postdivide}, but a "
+                "communication hook divides them by itself. Use gradient_predivide_factor=None, do not call "
+                "set_gradient_divide_factors, and set the divisor in the hook."
             )
 
 
@@ -245,7 +247,7 @@ SETTLED = PUBLIC | {"reshard_after_forward", "sharding_strategy"}  # read-only a
 
 def settled(name: str) -> AttributeError:
     return AttributeError(
-        f"{name} of a FullyShardedDataParallel is settled when the module is wrapped: pass {name}=... to the "
+        f"{name} of a FullyShardedDataParallel is fixed when the module is wrapped: pass {name}=... to the "
         f"constructor. An attribute of the wrapped module is assigned as model.module.{name}."
     )
 
@@ -265,8 +267,8 @@ def _precision(policy: Any, flags: dict[str, Any]) -> Precision:
     also = [name for name, silent in _PRECISION_FLAGS.items() if not any(flags[name] is value for value in silent)]
     if also:
         raise ValueError(
-            f"mixed_precision is a MixedPrecision, which says everything about dtypes: {', '.join(also)} cannot be "
-            "given beside it. Use its param_dtype, reduce_dtype and buffer_dtype, or the flags and no policy."
+            f"mixed_precision is a MixedPrecision, which determines all dtypes: {', '.join(also)} cannot be combined "
+            "with it. Use its param_dtype, reduce_dtype and buffer_dtype, or the flags without a policy."
         )
     return Precision.of_policy(policy)
 
@@ -390,7 +392,7 @@ def is_offloaded(policy: Any) -> bool:
     kinds = {kind.__name__ for kind in type(policy).__mro__}  # torch's classes have the same names
     if "CPUOffloadPolicy" in kinds:
         if not policy.pin_memory and accelerator() is not None:
-            raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")
+            raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; omit pin_memory")
         return True
     if policy is not None and "OffloadPolicy" not in kinds:
         raise TypeError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {policy!r}")

@@ -106,7 +106,9 @@ class Packing:
         try:
             tensors, metadata = protocol.flatten(tensor)
         except Exception as error:
-            raise TypeError(f"{self.name}: a {kind.__name__} cannot be taken apart ({error!r}): {_REMEDY}") from error
+            raise TypeError(
+                f"{self.name}: a {kind.__name__} cannot be flattened into inner tensors ({error!r}): {_REMEDY}"
+            ) from error
         inner = {name: self._form_of(each) for name, each in tensors.items()}
         shown = repr(tree_map_only(torch.device, lambda _: torch.device("meta"), metadata))
         shown = re.sub(r" at 0x[0-9a-f]+", "", shown)
@@ -137,11 +139,11 @@ class Packing:
         try:
             form = Packing(self.name, value)._form
         except TypeError as error:
-            raise ValueError(f"{self.name} is {self.description}, and cannot take this value: {error}") from error
+            raise ValueError(f"{self.name} is {self.description}, and cannot be set to this value: {error}") from error
         if form != self._form:
             raise ValueError(
-                f"{self.name} is {self.description}, and cannot take {form}: quantise the value as the "
-                "model's parameter is"
+                f"{self.name} is {self.description}, and cannot be set to {form}: quantise the value like the model's "
+                "parameter"
             )
 
     def takes(self, value: Tensor) -> bool:
@@ -193,7 +195,9 @@ class Packing:
         try:
             return self._form.of(packed, is_view=is_view)
         except Exception as error:
-            raise TypeError(f"{self.name}: {self.description} cannot be put together ({error!r}): {_REMEDY}") from error
+            raise TypeError(
+                f"{self.name}: {self.description} cannot be rebuilt from inner tensors ({error!r}): {_REMEDY}"
+            ) from error
 
     def unpack_into(self, packed: Tensor, value: Tensor) -> None:
         """Write bytes ``[nbytes]`` to the inner tensors of a value in the form of the parameter, without a check."""
@@ -212,8 +216,9 @@ class Packing:
             return self._form.protocol.joined(value, state_dict, name)
         except Exception as error:
             raise ValueError(
-                f"{self.name} is {self.description}, and cannot take a value with the entries beside it ({error!r}): "
-                "load all entries that the layer's state_dict() has, or none beside a value of the parameter's class"
+                f"{self.name} is {self.description}, and cannot be built from a value and its additional entries "
+                f"({error!r}): load all entries of the layer's state_dict(), or a value of the parameter's class "
+                "without any"
             ) from error
 
     def detach_from(self, module: nn.Module) -> None:

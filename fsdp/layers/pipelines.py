@@ -65,7 +65,7 @@ def refuse_separate_backwards(unit: Unit) -> None:
     callers = (frame.f_globals.get("__name__") for frame in frames_from(sys._getframe(1)))
     if next((name for name in callers if name not in _LISTING), None) == "torch.distributed.pipelining._backward":
         raise RuntimeError(
-            f"{unit.name}: the schedule of a pipeline computes gradients of inputs and of parameters separately, and "
-            "does not know that the parameters are sharded. Call fsdp.compat.fsdp2.install(), and shard the module of "
-            "the stage by fully_shard; or use a schedule with whole backwards, such as Schedule1F1B."
+            f"{unit.name}: the pipeline schedule computes gradients of inputs and of parameters separately, which is "
+            "not supported for this module. Call fsdp.compat.fsdp2.install(), and shard the stage's module with "
+            "fully_shard; or use a schedule that does not split backward, such as Schedule1F1B."
         )

@@ -104,7 +104,7 @@ def _recover(root: Unit) -> bool:
     ways = communicators_among(root.ranks)
     for way in ways:
         if (names := backend_names(way.group)).get("cpu") != "gloo":
-            raise RuntimeError(f"{_CALL} is for process groups on gloo, got {names}: start the job again")
+            raise RuntimeError(f"{_CALL} supports process groups of gloo only, got {names}: start the job again")
     optimizer, own = (None, _State()) if runtime is None else _steps_of(runtime)
     heard = {own_rank(): own}
     if len(root.ranks) > 1 and peers_answer(root.everyone):
@@ -133,7 +133,7 @@ def _recover(root: Unit) -> bool:
 def _reason() -> str:
     error = sys.exc_info()[1]
     cause = "" if error is None else f", after {type(error).__name__}{': ' * bool(str(error))}{str(error)[:300]}"
-    return f"rank {own_rank()} has called {_CALL}{cause}. Call it on every rank, or end them all"
+    return f"rank {own_rank()} has called {_CALL}{cause}. Call it on every rank, or end all ranks"
 
 
 def _steps_of(runtime: Runtime) -> tuple[torch.optim.Optimizer | None, _State]:
@@ -153,10 +153,12 @@ def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
     late = {rank: state for rank, state in heard.items() if state.taken < most}
     lost = [rank for rank, state in late.items() if (state.taken, state.backwards) != (most - 1, backwards)]
     if lost:
-        return f"{named(lost)} failed before the gradients were there that others have taken a step with already.", ()
+        return f"{named(lost)} failed before the end of a backward whose step other ranks have already taken.", ()
     unable = [rank for rank, state in late.items() if not state.can_step]
     if unable:
-        return f"others have taken a step that {named(unable)} cannot repeat, not knowing with which optimizer.", ()
+        return (
+            f"other ranks have taken a step that {named(unable)} cannot repeat, because the optimizer is unknown there."
+        ), ()
     return "", list(late)
 
 

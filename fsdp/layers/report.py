@@ -112,7 +112,7 @@ class Report:
         if others:
             average = milliseconds(sum(map(waited.__getitem__, others)) // len(others))
             least_time = milliseconds(waited[least])
-            lines += ["", f"Rank {least} waits least, for {least_time}, others for {average} on average."]
+            lines += ["", f"Rank {least} waits least, for {least_time}, other ranks for {average} on average."]
         return "\n".join(lines)
 
 
@@ -182,7 +182,7 @@ def last_report(root: Unit) -> Report:
     """Return the last report on a model; RuntimeError if there is none."""
     if root not in _last:
         raise RuntimeError(
-            f"{root.name}: nothing is counted where no trace is recorded. Run a step inside of "
-            "`with fsdp.trace(model):`, with the outermost module; then report() tells of it."
+            f"{root.name}: no trace was recorded. Run a step inside `with fsdp.trace(model):`, with the outermost "
+            "module, before report()."
         )
     return _last[root]

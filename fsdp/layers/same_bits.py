@@ -146,7 +146,7 @@ class SameBits:
         counts = [len(each) for each in by_rank]
         if set(counts) != {self._micro_batches // self._world_size}:
             raise ValueError(
-                f"SameBits.mean() got {counts} numbers from the ranks, and each has "
+                f"SameBits.mean() got {counts} values from the ranks, but each rank has "
                 f"{self._micro_batches // self._world_size} micro-batches in a step"
             )
         total = TreeSum()
@@ -176,15 +176,15 @@ class SameBits:
         ranks = size_of(self._root.everyone)
         if micro_batches < 1 or micro_batches % ranks:
             raise ValueError(
-                f"{micro_batches} micro-batches cannot be divided among {ranks} ranks: give a multiple of every number "
+                f"{micro_batches} micro-batches cannot be divided among {ranks} ranks: pass a multiple of every number "
                 "of ranks that you will train with (24 for 1, 2, 3, 4, 6, 8, 12 and 24)"
             )
         problems = [problem for unit in self._runtime.units for problem in _problems(unit, ranks)]
         if type(self._runtime.participation) not in (Participation, _RanksWithMicroBatches):
-            problems.append("the model uses fsdp.cond or fsdp.join, by which ranks do different things")
+            problems.append("the model uses fsdp.cond or fsdp.join, with which ranks run different operations")
         apart = {id(param) for param in unsharded_parameters(self._runtime.units) if param.requires_grad}
         problems += [
-            f"{name} is trained and not sharded (ignored), so that every rank trains its own"
+            f"{name} is trained but not sharded (ignored), so each rank trains different values"
             for name, param in self._root.module.named_parameters()
             if id(param) in apart
         ]
@@ -195,8 +195,8 @@ class SameBits:
     def _require_unchanged(self) -> None:
         if self._runtime.participation is not self._ranks:
             raise RuntimeError(
-                "fsdp.SameBits: there is another one of this model, or it uses fsdp.cond or fsdp.join, by which ranks "
-                "do different things, and gradients have other numbers of summands"
+                "fsdp.SameBits: the model has another SameBits, or uses fsdp.cond or fsdp.join, with which gradients "
+                "have different numbers of summands"
             )
         for unit in self._runtime.units:
             handles = [handle for handle in unit.handles if handle.layout.numel]
@@ -205,24 +205,24 @@ class SameBits:
             is_hooked = unit.policy.comm_hook or unit.policy.all_reduce_hook
             if unit.policy.predivide * unit.policy.postdivide != 1.0 or is_hooked or not is_ours:
                 raise RuntimeError(
-                    f"fsdp.SameBits: another divisor, communication hook or reduce-scatter was set for {unit.name} "
-                    "since: leave them as they are"
+                    f"fsdp.SameBits: the divisor, communication hook or reduce-scatter of {unit.name} was changed "
+                    "after SameBits was created: do not change them"
                 )
         for name, module in self._root.module.named_modules():
             # The base class of batch and instance norms is private (torch 2.11 to 2.15).
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
                 raise NotImplementedError(
-                    f"fsdp.SameBits: {name} is a {type(module).__name__} in training, whose running statistics are of "
-                    "the batches that this rank has seen. Call eval() of it, or use a norm of single samples "
-                    "(LayerNorm, GroupNorm), or track_running_stats=False."
+                    f"fsdp.SameBits: {name} is a {type(module).__name__} in training mode, whose running statistics "
+                    "depend on this rank's batches. Call its eval(), or use a norm of single samples (LayerNorm, "
+                    "GroupNorm), or track_running_stats=False."
                 )
 
     def _require_reduced(self, micro_batch: int) -> None:
         expected, added = micro_batch - self._rank + self._world_size, self._sums.added
         if added not in ({expected}, set()) or (not added and any(one.requires_grad for one in self._runtime.handles)):
             raise RuntimeError(
-                f"fsdp.SameBits: micro-batch {micro_batch} was not reduced once: run one forward and one backward for "
-                "each number of `bits.step(...)`, outside of no_sync(), without re-entrant checkpoints"
+                f"fsdp.SameBits: micro-batch {micro_batch} was not reduced exactly once: run one forward and one "
+                "backward for each number of `bits.step(...)`, outside of no_sync(), without re-entrant checkpoints"
             )
 
     @uncompiled
@@ -238,8 +238,8 @@ class SameBits:
                 )
             if group.get("fused") and is_host(self._root.device):
                 raise NotImplementedError(
-                    f"fsdp.SameBits: {type(optimizer).__name__} with fused=True rounds the last elements of a shard on "
-                    "a CPU in another way than others. Leave `fused` out."
+                    f"fsdp.SameBits: {type(optimizer).__name__} with fused=True rounds the last elements of a shard "
+                    "differently on a CPU. Omit `fused`."
                 )
 
 
@@ -248,13 +248,14 @@ class _RanksWithMicroBatches(Participation):
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         raise RuntimeError(
-            "with fsdp.SameBits clip by its method clip_grad_norm_: this norm has other bits at another number of ranks"
+            "with fsdp.SameBits clip with its method clip_grad_norm_: the bits of this norm depend on the number of "
+            "ranks"
         )
 
 
 def _problems(unit: Unit, ranks: int) -> Iterator[str]:
     if unit.policy.comm_hook is not None or unit.policy.all_reduce_hook is not None:
-        yield f"{unit.name} has a communication hook, which sums in its own way: leave it out"
+        yield f"{unit.name} has a communication hook, which sums by itself: omit it"
     if unit.placements.defers_reduction:
         yield f"{unit.name} has PARTIAL gradients, which are summed over micro-batches first: use SHARD_OPTIM_GRADS"
     for handle in unit.handles:
@@ -266,12 +267,14 @@ def _problems(unit: Unit, ranks: int) -> Iterator[str]:
         if any(part is not None for part in handle.flat_param.parts):
             yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
         if handle.gradients.dtype in (torch.float16, torch.bfloat16):
-            yield f"{handle.name} is reduced in {handle.gradients.dtype}: give a reduce dtype of float32"
+            yield f"{handle.name} is reduced in {handle.gradients.dtype}: use reduce_dtype=torch.float32"
         fronts = [each for each in (handle.reduce_comm, handle.replica_axis) if isinstance(each, InFront)]
         if not all(isinstance(each, SumByMicroBatch) for each in fronts):
-            yield f"{handle.name} has a custom or quantised reduce-scatter, which sums in its own way: leave it out"
+            yield f"{handle.name} has a custom or quantised reduce-scatter, which sums by itself: omit it"
         if not handle.unsharded.is_exact:
-            yield f"{handle.name} is all-gathered in a form that depends on the number of ranks: leave it out"
+            yield (
+                f"{handle.name} has a quantised or custom all-gather, whose bits depend on the number of ranks: omit it"
+            )
 
 
 def _mixed(*numbers: int) -> int:

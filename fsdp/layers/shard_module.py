@@ -256,8 +256,8 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
         )
     if any(isinstance(inner, fully_sharded) for inner in module.modules()):
         raise ValueError(
-            f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
-            "model, or the wrapper"
+            f"{type(module).__name__} is, or contains, a module that fully_shard has sharded: use either fully_shard "
+            "or the wrapper for all modules of a model"
         )
     refuse_torchs_units(module)
     refuse_fake_tensors(module)
@@ -271,7 +271,7 @@ def refuse_fake_tensors(module: nn.Module) -> None:
         raise RuntimeError(
             f"this {type(module).__name__} is to be sharded under FakeTensorMode, or was built there: ranks exchange "
             "values, which fake tensors do not have. For the memory and the traffic of sharded training, call "
-            "fsdp.plan(model, world_size=...) on the plain model. To shard what has no values yet, build it on the "
+            "fsdp.plan(model, world_size=...) on the plain model. To shard a model without values, build it on the "
             "meta device."
         )
 
@@ -299,8 +299,8 @@ class WrapperForm:
         for param, places in found.items():
             if is_annotated(param):
                 raise NotImplementedError(
-                    f"{places[0].fqn} has annotations of spmd_types, which say that ranks hold parts of it: "
-                    "FullyShardedDataParallel would take the parts for the parameter. Shard the module by "
+                    f"{places[0].fqn} has annotations of spmd_types, which mean that ranks hold parts of it: "
+                    "FullyShardedDataParallel would treat each part as the whole parameter. Shard the module with "
                     "fsdp.fully_shard(module, mesh=..., dp_mesh_dims=...)."
                 )
         return found

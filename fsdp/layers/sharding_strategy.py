@@ -164,7 +164,7 @@ class Groups:
             if strategy is not None and not strategy.is_hybrid:
                 raise ValueError(
                     f"process_group is a {_kind(given)}, which is hybrid sharding, and sharding_strategy is "
-                    f"{strategy.name}. Give one group, or ask for HYBRID_SHARD (or leave the strategy out)."
+                    f"{strategy.name}. Pass one group, use HYBRID_SHARD, or omit sharding_strategy."
                 )
             if placements.optimizer == UNSHARDED:
                 raise ValueError(
@@ -194,7 +194,7 @@ def _pair_of(given: Any) -> tuple[Group, Group] | None:
         if given.ndim > 2:
             names = given.mesh_dim_names or ("replicate", "shard")
             raise ValueError(
-                f"got a {given.ndim}-D DeviceMesh, and sharding uses at most two dimensions: give a part of it, "
+                f"got a {given.ndim}-D DeviceMesh, and sharding uses at most two dimensions: pass a part of it, "
                 f'mesh["{names[0]}", "{names[1]}"] to replicate over {names[0]} and shard over {names[1]}'
             )
         return None if given.ndim == 1 else (given.get_group(1), given.get_group(0))
@@ -202,12 +202,12 @@ def _pair_of(given: Any) -> tuple[Group, Group] | None:
         return None
     if len(given) != 2:
         raise ValueError(
-            f"process_group is a {type(given).__name__} of {len(given)}: give one group, or the pair (shard_group, "
+            f"process_group is a {type(given).__name__} of {len(given)}: pass one group, or the pair (shard_group, "
             "replicate_group)"
         )
     if any(group is None for group in given):
         raise TypeError(
-            "process_group is a pair of groups with a None in it: give both, (shard_group, replicate_group)"
+            "process_group is a pair of groups with a None in it: pass both, (shard_group, replicate_group)"
         )
     shard, replicate = map(default_group, given)
     return shard, replicate
@@ -267,8 +267,8 @@ def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, 
     raise ValueError(
         f"process_group is a pair of groups that do not fit: rank {dist.get_rank()} shards over ranks {ours} and "
         f"replicates over {theirs}, whose other ranks shard over {list(rows)}. Shard groups must be disjoint and of "
-        "one size, and the n-th ranks of all of them replicate: take both from init_device_mesh(device, (replicas, "
-        "shards))."
+        "equal size, and their n-th ranks must form a replicate group: create both with init_device_mesh(device, "
+        "(replicas, shards))."
     )
 
 
@@ -288,9 +288,9 @@ def _by_machine(group: Group, given: str) -> tuple[Group, Group | None]:
     rows = list(machines.values())
     if len({len(row) for row in rows}) != 1:
         raise ValueError(
-            f"HYBRID_SHARD over one group shards within each machine, and LOCAL_WORLD_SIZE (which torchrun sets) is "
-            f"{given}: that does not split ranks {ranks} into equal machines. Start with torchrun, or say which ranks "
-            "share: process_group=(shard_group, replicate_group), or a 2-D DeviceMesh."
+            "HYBRID_SHARD over one group shards within each machine, and LOCAL_WORLD_SIZE (which torchrun sets) is "
+            f"{given}: that does not split ranks {ranks} into equal machines. Start with torchrun, or pass the groups: "
+            "process_group=(shard_group, replicate_group), or a 2-D DeviceMesh."
         )
     if len(rows) == 1:
         return group, None
@@ -308,8 +308,8 @@ def _post_forward_group(group: Group, size: int) -> Group | None:
     ranks = list(ranks_of(group))
     if size < 1 or len(ranks) % size:
         raise ValueError(
-            f"reshard_after_forward={size} keeps parameters among {size} ranks each, and {len(ranks)} ranks "
-            "cannot be split like this: give a number that divides theirs, True or False"
+            f"reshard_after_forward={size} shards parameters over groups of {size} ranks, but {len(ranks)} ranks "
+            "cannot be divided into such groups: pass a divisor of their number, True or False"
         )
     if size in (1, len(ranks)):
         return None

@@ -47,8 +47,8 @@ def share(unit: Unit, param: Any) -> None:
     """Add a parameter of another unit to `unit`; see `append_shared_param`."""
     if any(one.state is TrainingState.SUMMON_FULL_PARAMS for one in (unit, *(one.owner for one in unit.wanted))):
         raise RuntimeError(
-            f"append_shared_param: inside summon_full_params() the modules of {unit.name} and of those it is tied to "
-            "show copies only. Leave it first."
+            f"append_shared_param: inside summon_full_params() the modules of {unit.name} and of units tied to it have "
+            "copies only. Leave the context first."
         )
     asked = next((one for one in unit.wanted if _is_of(one.handle, param)), None)
     if asked is None:
@@ -56,10 +56,9 @@ def share(unit: Unit, param: Any) -> None:
             return
         open_ones = ", ".join(one.places[0].fqn for one in unit.wanted) or "none"
         raise ValueError(
-            f"{unit.name}: append_shared_param got a {type(param).__name__} that is no parameter which another wrapper "
-            f"has taken and which is tied to one in this module (those are: {open_ones}). Tie them before wrapping "
-            "(b.weight = a.weight), wrap both with flatten_parameters=False, and pass what the first one's module "
-            "shows as its weight."
+            f"{unit.name}: append_shared_param got a {type(param).__name__} that is not a parameter of another wrapper "
+            f"that is tied to one in this module (those are: {open_ones}). Tie them before wrapping (b.weight = "
+            "a.weight), wrap both with flatten_parameters=False, and pass the weight of the first wrapped module."
         )
     check_share(unit, asked)
     for place in asked.places:
@@ -101,7 +100,7 @@ def check_share(unit: Unit, asked: Wanted) -> None:
         if differ:
             raise ValueError(
                 f"{name} and {_name(asked.handle)} of {owner.name} are one parameter, but their units differ in "
-                f"{what}. Shard both with the same."
+                f"{what}. Shard both with the same {what}."
             )
 
 
@@ -118,7 +117,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
         return
     if owner.runtime is not None:
         raise RuntimeError(
-            f"{taken.description} is tied to a parameter of a module that is sharded now, after its own was used "
+            f"{taken.description} is tied to a parameter of the module to be sharded, but its own module was used "
             "already. Call fully_shard on all modules before the first forward."
         )
     _alone(owner, handle, taken.slot)
@@ -168,8 +167,8 @@ def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Pa
         names = ", ".join(places[0].fqn for places in tied.values())
         raise ValueError(
             f"{kind} has no parameter of its own: {names} is the same parameter as one which another unit has already "
-            "taken over. Leave both modules unwrapped, so that the unit that contains both takes the parameter "
-            "(auto_wrap does so by itself)."
+            "taken over. Leave both modules unwrapped: the unit that contains both must take over the parameter "
+            "(auto_wrap does this automatically)."
         )
 
 
@@ -297,8 +296,8 @@ def _move(one: Share, unit: Unit) -> None:
     ):
         if differ:
             raise RuntimeError(
-                f"{unit.name} is the lowest unit around all that share {_name(one.handle)} of {owner.name}, and "
-                f"has to gather it, but it differs from them in {what}. Shard it alike."
+                f"{unit.name} is the innermost unit around all modules that share {_name(one.handle)} of {owner.name}, "
+                f"and has to gather it, but it differs from them in {what}. Shard it over the same ranks and device."
             )
     one.handle.gradients.rescale(before.policy.predivide / unit.policy.predivide)
     before.give_up(one.handle)
@@ -315,10 +314,10 @@ def _refuse_wanted(names: Mapping[Unit, str]) -> None:
         for one in unit.wanted:
             owner = names.get(one.owner, one.owner.name)
             raise RuntimeError(
-                f"{one.places[0].fqn} of '{name}' is the same parameter as {_name(one.handle)} of '{owner}', which "
-                f"has taken it over: the two would no longer be tied. Call append_shared_param on the wrapper of "
-                f"'{name}' before the first use; or leave both unwrapped, so that the unit that contains both takes "
-                "the parameter (auto_wrap does so by itself)."
+                f"{one.places[0].fqn} of '{name}' is the same parameter as {_name(one.handle)} of '{owner}', which has "
+                f"taken it over: the two would no longer be tied. Call append_shared_param on the wrapper of '{name}' "
+                "before the first use; or leave both unwrapped: the unit that contains both must take over the "
+                "parameter (auto_wrap does this automatically)."
             )
 
 

@@ -88,7 +88,7 @@ class StandaloneHandle(FlatParamHandle):
         originals = list(found)
         groups = Groups.resolve(process_group, Placements.from_strategy())
         if groups.replicate is not None:
-            raise ValueError("StandaloneHandle shards over one process_group, without replicas: give one group")
+            raise ValueError("StandaloneHandle shards over one process_group, without replicas: pass one group")
         precision = Precision.of_policy(MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
         precision.check(names_of(originals, found)[0], originals[0].dtype, originals[0].requires_grad)
         meet_torch()
@@ -147,7 +147,7 @@ class StandaloneHandle(FlatParamHandle):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a StandaloneHandle of {self.name} belongs to its module and its process group, and cannot be copied or "
-            "pickled. Save the values that it shows after wait_for_unshard(), and make another handle for a copy."
+            "pickled. Save the parameters after wait_for_unshard(), and create another handle for a copy."
         )
 
 
@@ -159,17 +159,17 @@ def _places_of(params: Iterable[nn.Parameter], module: nn.Module) -> dict[nn.Par
     """Return the parameters, in the given order, with the places where the module uses them."""
     wanted = list(dict.fromkeys(params))
     if not wanted:
-        raise ValueError("StandaloneHandle needs parameters to shard, and was given none")
+        raise ValueError("StandaloneHandle needs parameters to shard, got none")
     ids = {id(param) for param in wanted}
     others = [param for param in module.parameters() if id(param) not in ids]  # including shards of other handles
     found = collect(module, Ignored.of(None, others))
     for number, param in enumerate(wanted):
         if is_dtensor(param):
-            raise TypeError(f"StandaloneHandle shards plain parameters, and number {number} of params is a DTensor")
+            raise TypeError(f"StandaloneHandle supports plain parameters only, but params[{number}] is a DTensor")
         if param not in found:
             raise ValueError(
-                f"number {number} of params, of shape {list(param.shape)}, is no parameter of this "
-                f"{type(module).__name__}, or is sharded already"
+                f"params[{number}], of shape {list(param.shape)}, is not a parameter of this {type(module).__name__}, "
+                "or is sharded already"
             )
     refuse_unlike(wanted, names_of(wanted, found))
     return {param: found[param] for param in wanted}

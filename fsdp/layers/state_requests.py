@@ -94,7 +94,10 @@ class Saving:
         if self.dtype is not None:
             check_dtype("dtype", self.dtype)
             if keep_vars:
-                raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
+                raise ValueError(
+                    "state_dict(keep_vars=True) returns the tensors themselves, so it conflicts with dtype: omit one "
+                    "of them"
+                )
 
 
 class Exporting:
@@ -164,8 +167,8 @@ class Summoning:
         ]
         if differing:
             raise RuntimeError(
-                f"summon_full_params cannot be nested in another form: {unit.name} is summoned already, and without "
-                f"{', '.join(differing)}. Leave that first, or ask for the same."
+                f"nested summon_full_params() must have the same arguments: {unit.name} is summoned already, without "
+                f"{', '.join(differing)}. Leave the outer context first, or pass the same arguments."
             )
 
 
@@ -205,4 +208,4 @@ def require_shards(units: Iterable[Unit], what: str) -> None:
         unit.require_idle(what)
         is_shown = any(handle.presentation.is_exposed for handle in unit.visible_handles)  # by another unit
         if is_shown or unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            raise RuntimeError(f"cannot {what}: {unit.name} is inside summon_full_params(). Leave it first.")
+            raise RuntimeError(f"cannot {what}: {unit.name} is inside summon_full_params(). Leave the context first.")

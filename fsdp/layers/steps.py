@@ -33,21 +33,20 @@ from fsdp.layers.fingerprints import fingerprint
 
 _STEPS_DIFFER = Finding(
     "fsdp: the ranks have taken different optimizer steps after backward {page}:",
-    "Their shards are of different models from there on. Take the same steps on every rank, with the same options, and "
-    "go on from the last checkpoint. (set_watchdog(None) compares nothing.)",
+    "Their shards belong to different models from this step on. Take the same steps on every rank, with the same "
+    "options, and continue from the last checkpoint. (set_watchdog(None) disables the comparison.)",
 )
 _CHANGES_DIFFER = Finding(
-    "fsdp: some ranks have changed what others have not, found at the step after backward {page}:",
-    "Change parameters and gradients on every rank, or parameters inside of summon_full_params(). If a rank changes "
-    "nothing because it finds nothing to do in its shard, that is all right. (set_watchdog(raises=True) makes an error "
-    "of it, and set_watchdog(None) compares nothing.)",
+    "fsdp: some ranks have made changes that other ranks have not, found at the step after backward {page}:",
+    "Change parameters and gradients on every rank, or parameters inside of summon_full_params(). Ignore this if a "
+    "rank made no change because its shard needed none. (set_watchdog(raises=True) raises an error instead, and "
+    "set_watchdog(None) disables the comparison.)",
     begin="between steps, ",
 )
 _REPLICAS_DIFFER = Finding(
     "fsdp: replicas of the same shards have different values, found when they were compared ({page}):",
-    "Something has changed them on some ranks only, or a device has failed. Change parameters inside of "
-    "summon_full_params(), on every rank, and go on from a checkpoint of before. (set_watchdog(None) compares "
-    "nothing.)",
+    "They were changed on some ranks only, or a device has failed. Change parameters inside of summon_full_params(), "
+    "on every rank, and continue from an earlier checkpoint. (set_watchdog(None) disables the comparison.)",
 )
 
 

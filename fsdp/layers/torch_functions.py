@@ -124,8 +124,8 @@ class Models:
         for runtime in self._runtimes:
             if runtime.participation.is_joining:
                 raise RuntimeError(
-                    f"{self._function} inside fsdp.join: ranks that have finished take part in clip_grad_norm_ and "
-                    "clip_grad_value_ of all parameters of one model, and in nothing else of this kind."
+                    f"{self._function} inside fsdp.join: ranks that have finished take part only in clip_grad_norm_ "
+                    "and clip_grad_value_ of all parameters of one model."
                 )
             runtime.ensure_idle(f"call {self._function}")
         require_reduced(self._handles)
@@ -195,7 +195,7 @@ def _models_of(params: Sequence[Any], function: str, *, of_values: bool = False)
         return None
     if is_early:
         raise RuntimeError(
-            f"{function}: before the first forward of a sharded model it is not settled which of its wrappers is the "
+            f"{function}: before the first forward of a sharded model it is unknown which of its wrappers is the "
             "outermost one. Run the model first, or call model.clip_grad_norm_() of the outermost wrapper."
         )
     return Models(params, function, handles) if len(unused) < len(shards) else None
@@ -216,9 +216,9 @@ def _refuse_left_out(params: Iterable[Any]) -> None:
     ]
     if names := [taken.description for taken, shard in found if shard is not None and shard.grad is not None]:
         raise RuntimeError(
-            f"clip_grad_norm_: {some_of(names)} get no gradients, but their shards do, which would be left out. The "
-            "list was made before the model was sharded, or between a forward and its backward: call the model's "
-            "parameters() each time, or make the list after sharding and between steps."
+            f"clip_grad_norm_: {some_of(names)} get no gradients, but their shards do, which would be ignored. The "
+            "list was created before the model was sharded, or between a forward and its backward: call the model's "
+            "parameters() each time, or create the list after sharding and between steps."
         )
 
 
@@ -268,10 +268,10 @@ def _backward(torchs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not names:
             raise
         raise RuntimeError(
-            f"{error} If no operation has: backward needs a parameter that is sharded now ({' or '.join(names)}), "
-            "because something was computed with it and left its unit beside the output (an attribute, a closure, "
-            "a generator). Return it from the forward, or compute it before the output; if this is a second "
-            "backward through the same graph, add up the losses and run a single backward."
+            f"{error} If there is no such operation: backward needs a parameter that is sharded now "
+            f"({' or '.join(names)}), because a value computed with it left its unit other than as its output (through "
+            "an attribute, a closure, a generator). Return the value from the forward, or compute it before the "
+            "output; if this is a second backward through the same graph, add up the losses and run a single backward."
         ) from error
 
 

@@ -264,7 +264,7 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
     names = [f"{slot.name} of unit '{unit}'" for unit, handle in handles for slot in handle.layout.slots]
     found = _different(ranks, from_everyone(ranks, [each for one in own for each in one.unsharded]), names)
     return found and (
-        f"rank {own_rank()}: the ranks have sharded different values. Rank {found}: their shards are of different "
+        f"rank {own_rank()}: the ranks have sharded different values. Rank {found}: their shards belong to different "
         "models. Seed all ranks alike before the model is built (torch.manual_seed), broadcast its values (which "
         "FullyShardedDataParallel does with sync_module_states=True), or load a checkpoint before the first use."
     )
@@ -294,9 +294,9 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
             if any(param in unit.ignored.parameters for unit in units):
                 continue
             raise RuntimeError(
-                f"{clean_name(join(path, attribute))} became a parameter after sharding: it is not sharded, and "
-                "ranks would train it each for itself. Complete the module before sharding, shard what is put into "
-                "it by itself, or have the parameter ignored (ignored_parameters, ignored_params of fully_shard)."
+                f"{clean_name(join(path, attribute))} became a parameter after sharding: it is not sharded, and each "
+                "rank would train different values. Complete the module before sharding, shard the added module "
+                "separately, or ignore the parameter (ignored_parameters, ignored_params of fully_shard)."
             )
 
 

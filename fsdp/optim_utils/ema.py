@@ -55,8 +55,8 @@ class EMA(AveragedModel):
         unit = unit_of_wrapper(model)
         if not all(each.participation.repeats_steps for each in runtimes() if each.root is unit):
             raise RuntimeError(
-                "EMA.update_parameters() inside fsdp.join: ranks that have finished step their shards, and would leave "
-                "the average as it is. Pass fsdp.join(..., after_step=lambda _: ema.update_parameters(model)) as well, "
+                "EMA.update_parameters() inside fsdp.join: ranks that have finished step their shards, but would not "
+                "update the average. Pass fsdp.join(..., after_step=lambda _: ema.update_parameters(model)) as well, "
                 "which they call"
             )
         super().update_parameters(nn.ModuleList([model]))  # its parameters() are shards, also under `fully_shard`
@@ -86,8 +86,9 @@ class EMA(AveragedModel):
         ours, theirs = (list(named_shards(each).values()) for each in (self.module, model))
         if [(average.shape, average.dtype) for average in ours] != [(param.shape, param.dtype) for param in theirs]:
             raise ValueError(
-                f"this average is of another model: it has {len(ours)} parameters on this rank, the "
-                f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
+                f"this average belongs to another model: it has {len(ours)} parameters on this rank, the "
+                f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Create a new EMA of this "
+                "model."
             )
         for unit in units_of([*self.module.modules(), *model.modules()]):
             for handle in unit.owned_handles:

@@ -90,9 +90,8 @@ def refuse_tensor_parallel(params: Parameters, what: str) -> None:
         part = MeshPart.of(one.param) if one.handle is None else original.part
         if part is not None and not part.data_dims.issuperset(part.sharded_dims):
             raise NotImplementedError(
-                f"{what}: {original.name} is tensor-parallel, and its other parts belong to ranks that do not take "
-                "part in this call. Load the checkpoint of fsdp.save into a model without tensor parallelism, and "
-                "compare that one."
+                f"{what}: {original.name} is tensor-parallel, but ranks with other parts do not take part in this "
+                "call. Load a checkpoint of fsdp.save into a model without tensor parallelism, and compare that model."
             )
 
 
@@ -162,7 +161,7 @@ def _of_value(value: Any, whose: str) -> int:
         return text_bits(repr(value))
     if type(value := value.detach()) is not Tensor or value.layout is not torch.strided:
         kind = f"{value.layout} tensor" if type(value) is Tensor else type(value).__name__
-        raise NotImplementedError(f"{whose} is a {kind}, whose bits are not known here")
+        raise NotImplementedError(f"{whose} is a {kind}, whose bits cannot be read")
     return text_bits(f"{value.dtype} {tuple(value.shape)}") * fingerprint_of_range(value, 0)
 
 

@@ -62,9 +62,7 @@ def _goes_by_names(full: Any) -> bool:
     kinds = {type(key) for key in _keys_in(full)}
     if not kinds <= {str} and not kinds <= {int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise TypeError(
-            f"in a full optimizer state, parameters go by their names or by numbers; in this one by {names}"
-        )
+        raise TypeError(f"in a full optimizer state, the keys of parameters are all names or all numbers; got {names}")
     return kinds == {str}
 
 
@@ -85,7 +83,7 @@ def by_stored_names(full: Mapping[str, Any]) -> Mapping[str, Any]:
         raise TypeError(f"in a full optimizer state, {NAMES!r} is a mapping of numbers to names")
     lacking = next((key for key in _keys_in(full) if key not in names), None)
     if lacking is not None:
-        raise ValueError(f"the optimizer state has a parameter number {lacking}, which {NAMES!r} in it has no name for")
+        raise ValueError(f"the optimizer state has a parameter number {lacking} without a name in {NAMES!r}")
     return {
         **{key: value for key, value in full.items() if key not in ADDED},
         "state": {names[key]: state for key, state in full["state"].items()},
@@ -96,8 +94,8 @@ def by_stored_names(full: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _OTHER_NUMBERS = (
-    "This state goes by numbers without names, which count the parameters wrapper by wrapper: wrap the same modules as "
-    "when it was saved; or convert it to names, with a model that is wrapped in the same way "
+    "This state has numbers instead of names, which depend on the wrapped modules: wrap the same modules as when it "
+    "was saved; or convert it to names, with a model that is wrapped in the same way "
     "(fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names'))."
 )
 _OTHER_MODEL = (
@@ -108,19 +106,19 @@ _OTHER_MODEL = (
 
 def given(params: Parameters, full: Any) -> Given:
     """Match a full state, by FairScale's numbers or by names, with a model's parameters; `full` is not changed."""
-    hint = "" if _goes_by_names(full) else f" If only names have changed, remove {NAMES!r}: then numbers count."
+    hint = "" if _goes_by_names(full) else f" If only names have changed, remove {NAMES!r} to use numbers."
     names = full.get(NAMES)
     full = by_stored_names(full)
     by_names = _goes_by_names(full)
     if not by_names and "param_id_map" not in full and any(True for _ in _keys_in(full)):
         raise ValueError(
-            "this optimizer state goes by numbers and has no 'param_id_map': it was not saved from a wrapped model, "
+            "this optimizer state has numbers as keys and no 'param_id_map': it was not saved from a wrapped model, "
             "and its numbers may refer to other parameters. Convert it to names first, with the model of the state: "
             "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')."
         )
     if not by_names and "param_id_map" in full and len(full["param_id_map"]) not in (len(params.by_number), 0):
         raise ValueError(
-            f"this optimizer state is of a model with {len(full['param_id_map'])} parameters, and this one has "
+            f"this optimizer state is of a model with {len(full['param_id_map'])} parameters, but this one has "
             f"{len(params.by_number)}. {_OTHER_NUMBERS}"
         )
 
@@ -128,7 +126,7 @@ def given(params: Parameters, full: Any) -> Given:
         place = params.named(key) if by_names else params.by_number.get(key)
         if place is None:
             what = f"a parameter {key!r}" if by_names else f"a parameter number {key}"
-            raise ValueError(f"the optimizer state has {what}, and the model has none. Is it of another model?{hint}")
+            raise ValueError(f"the optimizer state has {what}, but the model does not. Is it of another model?{hint}")
         return place
 
     states = {place_of(key): state for key, state in full["state"].items()}
@@ -200,7 +198,9 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     table = {key: known.get(key, known.get(plain_name(key)) if by_names else None) for key in keys}
     lacking = [key for key, new in table.items() if new is None]
     if lacking:
-        raise ValueError(f"the optimizer state has parameters that the model has not: {some_of(map(repr, lacking))}")
+        raise ValueError(
+            f"the optimizer state has parameters that the model does not have: {some_of(map(repr, lacking))}"
+        )
     state = {table[key]: dict(entry) for key, entry in full["state"].items()}
     groups = [
         copied_options(group) | {"params": [table[key] for key in group["params"]]} for group in full["param_groups"]

@@ -104,8 +104,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         # their kernel) call. The signature has not changed since torch 1.6; tested with 2.11 to 2.15.
         if any(runtime.participation.is_joining for runtime in runtimes()):
             raise NotImplementedError(
-                "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and "
-                "those that have finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally "
+                "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, but "
+                "ranks that have finished do not. Train in bfloat16, which needs no scaling, or give all ranks equally "
                 "many batches."
             )
         params = params_of(optimizer)
@@ -141,7 +141,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if missing:
             raise ValueError(
                 f"ShardedGradScaler: ranks {missing} hold other parts of {param.owner._names[0]}, which is a DTensor, "
-                "and are not in process_group: they would skip other steps. Leave process_group at None for all ranks."
+                "but are not in process_group: they would skip other steps. Use process_group=None for all ranks."
             )
 
     @during("ShardedGradScaler.unscale_() or step()")

@@ -129,12 +129,12 @@ class OuterOptimizer:
         """
         if {*map(id, _params(self._optimizer))} != self._anchors.keys():
             raise RuntimeError(
-                f"the {type(self._optimizer).__name__} has other parameters than at the construction of this "
-                "OuterOptimizer, which would leave them out: construct another OuterOptimizer, on all ranks"
+                f"the {type(self._optimizer).__name__} has other parameters than when this OuterOptimizer was "
+                "constructed: construct a new OuterOptimizer, on all ranks"
             )
         if any(_STEP in state for state in self._optimizer.state.values()):
             raise RuntimeError(
-                f"the {type(self._optimizer).__name__} has loaded the state of an OuterOptimizer, which has not taken "
+                f"the {type(self._optimizer).__name__} has loaded the state of an OuterOptimizer, which has not read "
                 "it yet: call load_from(optimizer) after loading, on all ranks, and step() outside of stored_in()"
             )
         self.steps += 1
@@ -257,14 +257,14 @@ class OuterOptimizer:
                 name = getattr(param, "fqn", None) or ", ".join(getattr(param, "_names", ())) or f"number {number}"
                 raise RuntimeError(
                     f"parameter {name} has no state of the {type(self._optimizer).__name__} on this replica, which has "
-                    "taken no step with it, and other replicas have changed it: its outer momentum cannot be stored. "
-                    "Take a step with zeros as its gradient (param.grad = torch.zeros_like(param)) first"
+                    "never stepped it, although other replicas have: its outer momentum cannot be stored. Take a step "
+                    "with zeros as its gradient (param.grad = torch.zeros_like(param)) first"
                 )
 
     def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self._optimizer:
             raise ValueError(
-                f"this OuterOptimizer has another inner optimizer than this {type(optimizer).__name__}: pass the "
+                f"this {type(optimizer).__name__} is not the inner optimizer of this OuterOptimizer: pass the "
                 "optimizer that it was constructed with"
             )
 
@@ -319,15 +319,17 @@ def _require_possible(optimizer: Any, group: Any, every: int, lr: float, momentu
     if not 1 <= fragments <= every:
         raise ValueError(f"fragments must be from 1 to every={every}, got {fragments}")
     if any(param.is_complex() for each in optimizer.param_groups for param in each["params"]):
-        raise NotImplementedError("fsdp.OuterOptimizer does not support complex parameters: hold them as two real ones")
+        raise NotImplementedError(
+            "fsdp.OuterOptimizer does not support complex parameters: use two real parameters instead"
+        )
     ranks = set(ranks_of(group))
     for _, handle in _sharding(_params(optimizer)):
         shared = [comm for comm in (handle.comm, handle.replicas) if len(ranks.intersection(comm.ranks)) > 1]
         if shared:
             raise ValueError(
-                f"{handle.name} is sharded or replicated over ranks {sorted(shared[0].ranks)} already, which "
-                f"exchange gradients in each step, and ranks {sorted(ranks)} are to exchange weights. Shard "
-                "each replica over its own ranks, with process_group or mesh"
+                f"{handle.name} is sharded or replicated over ranks {sorted(shared[0].ranks)} already, which exchange "
+                f"gradients in each step, so ranks {sorted(ranks)} cannot exchange weights every few steps. Shard each "
+                "replica over its own ranks, with process_group or mesh"
             )
 
 

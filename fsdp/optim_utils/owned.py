@@ -147,8 +147,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Raise NotImplementedError after construction, because owners are chosen for all groups together."""
         if len(self.param_groups) == len(self.optimizers):
             raise NotImplementedError(
-                "an OwnedOptimizer gets no more groups: owners are chosen for all groups together. Create another "
-                "optimizer with all groups, and load this optimizer's state into it "
+                "groups cannot be added to an OwnedOptimizer, because owners are chosen for all groups together. "
+                "Create another optimizer with all groups, and load this optimizer's state into it "
                 "(fsdp.optim_utils.full_optim_state_dict, load_full_optim_state_dict)."
             )
         super().add_param_group(param_group)
@@ -215,7 +215,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         for rank, reason in failed:
             raise OtherRankError(
                 f"rank {own_rank()}: rank {rank} has raised an error in the step of the parameters that it owns, so "
-                f"these have no new values. {reason}"
+                f"these were not updated. {reason}"
             )
 
     def _with_options(self, number: int, call: Callable[[torch.optim.Optimizer], Any]) -> Exception | None:
@@ -296,8 +296,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in saved]
         if sizes != list(map(len, self._members)):
             raise ValueError(
-                f"OwnedOptimizer.load_state_dict: the state has groups of {sizes} parameters, and this optimizer has "
-                f"groups of {list(map(len, self._members))}, unsharded ones. {_FULL}"
+                f"OwnedOptimizer.load_state_dict: the state has groups of {sizes} parameters, but this optimizer has "
+                f"groups of {list(map(len, self._members))} unsharded parameters. {_FULL}"
             )
         order = [number for group in saved for number in group["params"]]
         states = {member: state_dict["state"].get(number) for number, member in zip(order, members, strict=True)}
@@ -343,7 +343,7 @@ def _refuse_torchs_functions() -> None:
     function.
     """
     if is_called_from("torch.distributed.checkpoint.state_dict"):
-        raise NotImplementedError(f"torch.distributed.checkpoint.state_dict does not know the owners of state. {_FULL}")
+        raise NotImplementedError(f"torch.distributed.checkpoint.state_dict does not support state of owners. {_FULL}")
 
 
 def _beside(value: Any, param: Tensor) -> Any:
@@ -634,7 +634,9 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
     if all(group["optimizer"] is None for group in given):
         raise ValueError("no group has an optimizer: an OwnedOptimizer would step no parameter")
     if sum("params" not in group for group in given) > 1:
-        raise ValueError("only one group may omit 'params' (it gets all parameters of no other group), but several do")
+        raise ValueError(
+            "only one group may omit 'params' (it gets all parameters that are in no other group), but several do"
+        )
     return [dict(group) for group in given]
 
 
@@ -679,8 +681,8 @@ def _chosen(params: Parameters, every: Sequence[Place], number: int, chosen: Any
             place = params.named(each)
             if place is None:
                 raise ValueError(
-                    f"group {number} has a parameter {each!r}, and the model has no parameter of this name. Names "
-                    "must be names of the unsharded module."
+                    f"group {number} has a parameter {each!r}, but the model has no parameter of this name. Names must "
+                    "be names of the unsharded module."
                 )
             found.append(place)
         else:
@@ -688,7 +690,7 @@ def _chosen(params: Parameters, every: Sequence[Place], number: int, chosen: Any
             if one is None:
                 raise ValueError(
                     f"group {number} has a parameter of shape {tuple(getattr(each, 'shape', ()))} that is not of this "
-                    "model as it is sharded now. Give names of the unsharded module's parameters, or parameters() of "
+                    "model as it is sharded now. Pass names of the unsharded module's parameters, or parameters() of "
                     "the sharded model."
                 )
             found += [(one, original) for original in one.originals]
@@ -705,7 +707,7 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
         )
     if one.param.is_meta:
         raise RuntimeError(
-            f"{original.name} has no values yet: make the OwnedOptimizer after fsdp.materialize, or after to_empty() "
+            f"{original.name} has no values yet: create the OwnedOptimizer after fsdp.materialize, or after to_empty() "
             "and a load"
         )
     if handle is None and not one.param.is_contiguous():
@@ -716,13 +718,13 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
         )
     if handle is not None and handle.storage.files is not None:
         raise NotImplementedError(
-            f"the shard of {original.name} is on disk, where an OwnedOptimizer does not keep state. Offload to the "
-            "host (cpu_offload) instead, or use torch's AdamW as it is."
+            f"the shard of {original.name} is on disk, but an OwnedOptimizer does not support state on disk. Offload "
+            "to the host (cpu_offload) instead, or use torch's AdamW without OwnedOptimizer."
         )
     if handle is not None and handle.flat_param.examples[original.slot] is not None:
         raise NotImplementedError(
-            f"{original.name} is of a tensor class with an all-gather extension, of which an OwnedOptimizer does not "
-            "know the values. Use an optimizer that works element by element, as it is."
+            f"{original.name} is of a tensor class with an all-gather extension, whose values an OwnedOptimizer does "
+            "not know. Use an elementwise optimizer without OwnedOptimizer."
         )
 
 
@@ -759,7 +761,7 @@ def _made(number: int, group: Mapping[str, Any], members: Sequence[_Member]) -> 
     optimizer = group["optimizer"]([one.stepped.param for one in members], **options)
     if not isinstance(optimizer, torch.optim.Optimizer) or len(optimizer.param_groups) != 1:
         raise TypeError(
-            f"the 'optimizer' of group {number} has made {type(optimizer).__name__}, and a torch.optim.Optimizer with "
-            "one parameter group is needed"
+            f"the 'optimizer' of group {number} returned a {type(optimizer).__name__}, but must return a "
+            "torch.optim.Optimizer with one parameter group"
         )
     return optimizer

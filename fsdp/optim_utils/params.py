@@ -179,7 +179,7 @@ def held_by(params: Parameters, optim: Any, dictionary: Mapping[str, Any]) -> li
             starts = [sum(sizes[:number]) for number in range(len(sizes))]
             return [every[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     raise ValueError(
-        f"{type(optim).__name__}: its state_dict() has {sum(sizes)} parameters, the model has {len(params.listed)}, "
-        "and it shows no param_groups that would say which. Give it a `param_groups` attribute, or pass the optimizer "
-        "inside."
+        f"{type(optim).__name__}: its state_dict() has {sum(sizes)} parameters, but the model has "
+        f"{len(params.listed)}, and without param_groups their correspondence is unknown. Add a `param_groups` "
+        "attribute, or pass the inner optimizer."
     )

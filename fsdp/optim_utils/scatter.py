@@ -142,8 +142,8 @@ def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kin
         if (one, original) not in states:
             there = next(other for other in one.originals if (one, other) in states)
             raise ValueError(
-                f"the optimizer state has something of {there.name} and nothing of {original.name}; the two are in one "
-                f"flat parameter. {APART}"
+                f"the optimizer state has {there.name}, but not {original.name}; the two are in one flat parameter. "
+                f"{APART}"
             )
         state = states[one, original]
         kinds[original] = kinds_of(
@@ -218,8 +218,8 @@ def groups_as_saved(params: Parameters, full: Given) -> list[tuple[dict[str, Any
         members = [one for one in params.listed if one in present]
         if members != list(present) and full.order is None:
             raise ValueError(
-                f"the optimizer state goes by names and has {places[0][1].name} and others in another order than this "
-                "model, which may be the optimizer's: pass the optimizer as well, by "
+                f"the optimizer state has names, and {places[0][1].name} and others in another order than this model, "
+                "perhaps the optimizer's: pass the optimizer as well: "
                 "fsdp.optim_utils.shard_full_optim_state_dict(model, full, optimizer)"
             )
         own = {*places}
@@ -238,7 +238,7 @@ def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dic
     known = {one for members in held for one in members}
     strangers = [original.name for one, original in full.states if one not in known]
     if strangers:
-        problems.append(f"the optimizer state has something of {strangers[0]}, and the optimizer has not")
+        problems.append(f"the optimizer state has {strangers[0]}, but the optimizer does not")
     if problems:
         raise ValueError(f"{problems[0]}. Create the optimizer with the saved parameters and groups.")
     options = [
@@ -389,7 +389,7 @@ def _share(
         one.shard(original, sent_by_first(source.ranks, vector), made, shape)
 
 
-_ANEW = "Make the optimizer after wrapping, from the wrapped model's parameters()."
+_ANEW = "Create the optimizer after wrapping, from the wrapped model's parameters()."
 
 
 @torch.no_grad()
@@ -404,7 +404,7 @@ def reshard_optimizer(root: Unit, optimizer: torch.optim.Optimizer, names: Mappi
         found = _held_originals(root, optimizer)
         kinds = _checked_kinds(optimizer, found)
     except ValueError as error:
-        raise ValueError(f"this {type(optimizer).__name__} cannot be handed over: {error}") from None
+        raise ValueError(f"this {type(optimizer).__name__} cannot be resharded: {error}") from None
     # Memory for the shards may be insufficient, so they are allocated before any change.
     states = {one: _sharded(optimizer, one, held, kinds[one]) for one, held in found.items()}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -471,13 +471,13 @@ def _refuse_strangers(held: Iterable[Any], ours: set[FlatParameter]) -> None:
     listed = some_of(names)
     if summoned:
         raise ValueError(
-            f"it was made inside summon_full_params() and holds copies that are not trained: {listed}. {_ANEW}"
+            f"it was created inside summon_full_params() and has copies that are not trained: {listed}. {_ANEW}"
         )
     if strangers:
         raise ValueError(
             f"it holds parameters of another wrapped model, or of units around this one: {listed}. Call "
             "reshard_optimizer of the outermost FullyShardedDataParallel that they are all in; models that are wrapped "
-            "apart need an optimizer each."
+            "separately need separate optimizers."
         )
 
 
@@ -505,7 +505,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, one: OptimParam, held: Mappi
     first, group = next((original.name, each.group) for original, each in held.items())
     for original in one.originals:
         if original not in held:
-            raise ValueError(f"it holds {first} and not {original.name}; the two are in one flat parameter. {APART}")
+            raise ValueError(f"it has {first}, but not {original.name}; the two are in one flat parameter. {APART}")
     for original, each in held.items():
         if each.group != group:
             options, others = (options_of(optimizer.param_groups[number]) for number in (group, each.group))

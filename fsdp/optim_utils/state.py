@@ -29,7 +29,7 @@ from fsdp.engine.layout import Interval
 from fsdp.engine.originals import taken_by
 from fsdp.layers.optimizer_states import SHARDS_OF, is_number, keys_with_elements
 
-APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
+APART = "Wrap with use_orig_params=True, so that optimizers get each parameter separately."
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,12 +216,14 @@ def grouped(groups: Iterable[Any], title: str, known: Callable[[Any], OptimParam
                 raise ValueError(
                     f"{title}: parameter {place} of group {number}, of shape {tuple(param.shape)}, is not of this "
                     + (
-                        "model. Make its layer a submodule of the model before wrapping; or give the outermost module "
-                        "that has it; or leave it out of this optimizer."
+                        "model. Make its layer a submodule of the model before wrapping; or pass the outermost module "
+                        "that contains it; or remove the parameter from this optimizer."
                         if name is None
-                        else f"model as it is wrapped now: it was {name} before. Make the optimizer from parameters() "
-                        "of the outermost module that is wrapped; or hand over one that was made before wrapping with "
-                        "reshard_optimizer."
+                        else (
+                            f"model as it is wrapped now: it was {name} before. Create the optimizer from parameters() "
+                            "of the outermost wrapped module; or pass an optimizer from before wrapping to "
+                            "reshard_optimizer."
+                        )
                     )
                 )
             found[-1].append(one)
@@ -251,7 +253,7 @@ def match_groups(
             there = saved_in(original)
             if there is None:
                 problems.append(
-                    f"the optimizer has {original.name} in its parameter group {number}, and {saved} has not"
+                    f"the optimizer has {original.name} in its parameter group {number}, but {saved} does not"
                 )
             else:
                 first.setdefault(there, original.name)
@@ -261,9 +263,9 @@ def match_groups(
         is_same = (ours < others) == (theirs < their_others) and (ours == others) == (theirs == their_others)
         if not is_same and (has_groups or ours == others):
             problems.append(
-                f"the optimizer has {name} and {other} in parameter groups {ours} and {others}, and {saved} has them "
-                f"in groups {theirs} and {their_others}: make it with the same groups in the same order, by which "
-                "learning-rate schedulers know them"
+                f"the optimizer has {name} and {other} in parameter groups {ours} and {others}, but {saved} has them "
+                f"in groups {theirs} and {their_others}: create it with the same groups in the same order, because "
+                "learning-rate schedulers use their numbers"
             )
             break
     return found, problems
@@ -390,9 +392,8 @@ Kinds = dict[str, Kind]  # by key of the state
 
 
 ELEMENTWISE = (
-    "Use fsdp.OwnedOptimizer, or an optimizer that works element by element (Adam, AdamW, SGD, ...). Or leave these "
-    "parameters unsharded with ignored_parameters, step them with a separate optimizer, and save its state_dict() with "
-    "torch.save."
+    "Use fsdp.OwnedOptimizer, or an elementwise optimizer (Adam, AdamW, SGD, ...). Or leave these parameters unsharded "
+    "with ignored_parameters, step them with a separate optimizer, and save its state_dict() with torch.save."
 )
 
 
@@ -491,9 +492,9 @@ def own_kinds(
         for key, value in state.items() if isinstance(one, SteppedParam) else ():
             if isinstance(value, Tensor) and type(value.detach()) is not Tensor:
                 raise NotImplementedError(
-                    f"the optimizer's state '{key}' of {one.name} is a {type(value).__name__}, a subclass of "
-                    f"Tensor, which neither files nor full states support. Save optimizer.state_dict() on every rank, "
-                    "and load it with the same number of ranks."
+                    f"the optimizer's state '{key}' of {one.name} is a {type(value).__name__}, a subclass of Tensor, "
+                    "which cannot be saved in files or full states. Save optimizer.state_dict() on every rank, and "
+                    "load it with the same number of ranks."
                 )
         whose = "this rank's shard of it"
         kinds = kinds_of(one.name, state, one.param.shape, has_elements, whose, is_owned=one.is_owned)
@@ -547,8 +548,8 @@ def shared_kinds(heard: Sequence[list[OwnKinds]]) -> list[SharedKinds]:
     for rank, others in enumerate(names):
         if others != names[0]:
             raise ValueError(
-                f"the optimizer of rank {rank} has other parameters than the optimizer of rank 0, or another order: "
-                "create the same optimizer on every rank"
+                f"the optimizers of ranks 0 and {rank} have different parameters, or another order: create the same "
+                "optimizer on every rank"
             )
     return [
         SharedKinds(name, [own.kinds for own in each], [rank for rank, own in enumerate(each) if own.is_on])

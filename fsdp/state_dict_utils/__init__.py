@@ -132,11 +132,11 @@ def gather_state_dict(
         for path, leaf in tensors:
             if gathering.is_wanted and not has_part(leaf):
                 raise ValueError(
-                    f"{spelled(path)}: a DTensor on a mesh that this rank is not in, so the rank cannot have it whole. "
-                    "Name the ranks that get the result in ranks_only."
+                    f"{spelled(path)}: a DTensor on a mesh that this rank is not in, so this rank cannot get the "
+                    "result. Pass the ranks that get it as ranks_only."
                 )
             if difference := odd_parts(leaf):
-                raise ValueError(f"{spelled(path)}: {difference}. Make it with distribute_tensor.")
+                raise ValueError(f"{spelled(path)}: {difference}. Create it with distribute_tensor.")
             if is_dtensor(leaf) and not is_tensor(leaf):
                 raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")
 
@@ -440,7 +440,7 @@ def _description(tree: Any, type_check: bool) -> Any:
 
 def _info(path: Path, leaf: Any) -> Any:
     if is_dtensor(leaf):
-        raise TypeError(f"{spelled(path)}: a DTensor, where a whole tensor is expected: gather_state_dict makes one")
+        raise TypeError(f"{spelled(path)}: a DTensor instead of an unsharded tensor: use gather_state_dict first")
     if missing := without_values(leaf):
         raise ValueError(f"{spelled(path)}: {missing}")
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_tensor(leaf) else leaf
@@ -449,7 +449,7 @@ def _info(path: Path, leaf: Any) -> Any:
 def _packed(described: Any) -> bytes:
     for path, leaf in leaves(described):
         if isinstance(leaf, torch.UntypedStorage):
-            reason = TypeError("torch.load makes one of another class of it; send a tensor that views it")
+            reason = TypeError("torch.load returns it as another class; send a view of it")
             raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be sent', reason)}")
     try:
         return _saved(described)

@@ -120,13 +120,13 @@ class HostMemory:
     def _no_room(self, total: int) -> str:
         if total > (self._max_bytes or 0):
             return (
-                f"the tree has {total} bytes of tensors, and max_bytes={self._max_bytes} are allowed: allow at least "
-                "as many, or stage it in parts."
+                f"the tree has {total} bytes of tensors, but max_bytes={self._max_bytes} are allowed: increase "
+                "max_bytes, or stage it in parts."
             )
         return (
-            f"the tree has {total} bytes of tensors, max_bytes={self._max_bytes} are allowed, and earlier copies that "
-            f"still exist leave no room for it (waited {self._wait_seconds:g} s). Drop them before staging again (del, "
-            "or have the thread that writes them end), allow more, or set wait_seconds."
+            f"the tree has {total} bytes of tensors, max_bytes={self._max_bytes} are allowed, and earlier copies still "
+            f"use too many of them (waited {self._wait_seconds:g} s). Release them before staging again (del, or end "
+            "the thread that writes them), increase max_bytes, or set wait_seconds."
         )
 
 
@@ -146,8 +146,8 @@ def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
             storage = UntypedStorage._new_shared(nbytes, device=HOST)
         except RuntimeError as error:
             raise RuntimeError(
-                f"share_memory: no shared memory of {nbytes} bytes: {error}. Each storage takes a file descriptor "
-                "(raise `ulimit -n`, or use torch.multiprocessing.set_sharing_strategy('file_system')) and room in "
+                f"share_memory: no shared memory of {nbytes} bytes: {error}. Each storage needs a file descriptor "
+                "(raise `ulimit -n`, or use torch.multiprocessing.set_sharing_strategy('file_system')) and space in "
                 "/dev/shm."
             ) from error
     elif _rounds_up(nbytes, pin):

@@ -151,7 +151,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
         """
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("this StateDictStager was closed: make a new one")
+                raise RuntimeError("this StateDictStager was closed: create a new one")
             pending = self._stage(tree)
             return pending if non_blocking else pending.wait()
 
@@ -256,7 +256,9 @@ def restore(copied: Tree, devices: Iterable[str | torch.device] | None = None) -
     with torch.inference_mode(False), torch.no_grad():
         restored: Tree = TreeCopy(place, lambda: None, to_host=False).copy(copied)
     if targets is not None and count != len(targets):
-        raise ValueError(f"the tree has {count} storages and there are {len(targets)} devices: it is another tree")
+        raise ValueError(
+            f"the tree has {count} storages, but there are {len(targets)} devices: these belong to another tree"
+        )
     return restored
 
 
@@ -303,9 +305,8 @@ class TreeCopy:
             for path, found in _objects_in(copied, (), {}) if self._runs_code and self._is_to_host else ():
                 if isinstance(found, Tensor) and found.device.type not in ("cpu", _META):
                     raise TypeError(
-                        f"{_spelled(path)}: the copy of an object makes a tensor on {found.device}, which is in no "
-                        "attribute of the original. Have its __deepcopy__ copy its tensors with "
-                        "copy.deepcopy(tensor, memo)."
+                        f"{_spelled(path)}: the copy of an object contains a new tensor on {found.device}, which the "
+                        "original does not have. Copy tensors in its __deepcopy__ with copy.deepcopy(tensor, memo)."
                     )
         return copied
 

@@ -44,14 +44,14 @@ def why_unknown(leaf: Any) -> str | None:
         if (special := _special(leaf)) is None:
             return None
         return (
-            f"a tensor {special[0]}, and only strided (dense) ones are known. {special[1]}, take it out of the tree, "
-            "or pass type_check=False."
+            f"a tensor {special[0]}, but only strided (dense) tensors are supported. {special[1]}, remove it from the "
+            "tree, or pass type_check=False."
         )
     if isinstance(leaf, PLAIN_LEAVES):
         return None
     return (
         f"a {type(leaf).__name__} is neither a container (a mapping, list or tuple) nor a tensor, number, str, bytes, "
-        "io.BytesIO or None. Take it out of the tree, or pass type_check=False."
+        "io.BytesIO or None. Remove it from the tree, or pass type_check=False."
     )
 
 
@@ -61,8 +61,8 @@ def _why_sharded(leaf: Any) -> str | None:
     if module is None or not isinstance(leaf, module.ShardedTensor):
         return None
     return (
-        "a ShardedTensor, which torch has replaced by DTensor. Let torch's FullyShardedDataParallel make DTensors, by "
-        "its device_mesh argument."
+        "a ShardedTensor, which torch has replaced by DTensor. Pass device_mesh to torch's FullyShardedDataParallel to "
+        "get DTensors."
     )
 
 
@@ -70,13 +70,15 @@ def _special(tensor: Tensor) -> tuple[str, str] | None:
     """Return the reason why a tensor has no plain strided layout, and the remedy; None if it has."""
     local = arrived(local_part(tensor))
     if local.is_nested:
-        return "that is nested", "Take it apart with unbind()"
+        return "that is nested", "Split it with unbind()"
     if local.layout is not torch.strided:
         return f"of layout {local.layout}", "Convert it with to_dense()"
     if local.is_quantized:
-        return f"of quantised {local.dtype}", "Convert it with dequantize(), or take int_repr() and its scales"
+        return f"of quantised {local.dtype}", "Convert it with dequantize(), or use int_repr() and its scales"
     if is_wrapper(local):
-        return f"of the class {type(local).__name__}, which wraps others", "Put the tensors into the tree that it wraps"
+        return (
+            f"of the class {type(local).__name__}, which wraps other tensors"
+        ), "Add the tensors that it wraps to the tree instead"
     if not casts(local.dtype, local.dtype):
         return f"of {local.dtype}, which torch cannot copy", "View it as torch.uint8"
     return None
@@ -158,7 +160,7 @@ def not_writable(tensor: Tensor) -> str | None:
 def cannot(leaf: Any, what: str, error: Exception) -> str:
     """Return a message for a leaf of an unknown type that cannot be copied or sent."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch appends a list of all kernels
-    return f"a {described(leaf)} cannot {what}: {reason}. Take it out of the tree."
+    return f"a {described(leaf)} cannot {what}: {reason}. Remove it from the tree."
 
 
 def has_part(tensor: Tensor) -> bool:
@@ -192,7 +194,7 @@ def differ_as_values(full: Any, local: Any) -> str | None:
     if part is not None and not has_part(local):
         return None
     if part is not None and any(placement.is_partial() for placement in part.placements):
-        return f"placements {list(part.placements)}: a Partial has no part of a whole value"
+        return f"placements {list(part.placements)}: a whole value cannot be divided into Partial parts"
     return odd_parts(local) or (None if local.is_meta else not_writable(local))
 
 

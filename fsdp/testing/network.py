@@ -244,7 +244,7 @@ class Network:
 def copied(source: Tensor, target: Tensor, way: str) -> str:
     """Copy a tensor's bytes like a network, without autograd; return an error message, or an empty string."""
     if source.nbytes != target.nbytes:
-        return f"a message {way} has {source.nbytes} bytes, and {target.nbytes} were asked for"
+        return f"a message {way} has {source.nbytes} bytes, but {target.nbytes} were requested"
     for tensor, what in ((source, "is to be sent"), (target, "is to be received into")):
         if not tensor.is_contiguous():
             return f"a message {way}: what {what} is not contiguous"

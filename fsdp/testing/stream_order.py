@@ -69,9 +69,10 @@ class StreamOrderError(RuntimeError):
         self.reports = reports
         listed = "\n".join(f"{number}. {report}" for number, report in enumerate(reports, 1))
         super().__init__(
-            f"{len(reports)} {'pair' if len(reports) == 1 else 'pairs'} of operators in no order, with results that "
-            f"depend on which is faster:\n{listed}\nHave the second one's stream wait for the first one's "
-            "(stream.wait_stream, event.wait, work.wait), or the host (synchronize), or keep the memory that long."
+            f"{len(reports)} {'pair' if len(reports) == 1 else 'pairs'} of operators without an order, so results "
+            f"depend on which is faster:\n{listed}\nLet the stream of the second operator wait for that of the first "
+            "(stream.wait_stream, event.wait, work.wait), or the host (synchronize), or keep the memory until both "
+            "have ended."
         )
 
 

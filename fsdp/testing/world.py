@@ -80,7 +80,10 @@ class World:
     ) -> None:
         named_ranks = [*late, *(fault.rank for fault in faults)]
         if ranks < 1 or not all(0 <= rank < ranks for rank in named_ranks):
-            raise ValueError(f"a world has at least one rank, and none but its own; got {ranks}, and {named_ranks}")
+            raise ValueError(
+                f"a world needs at least one rank, and `late` and `faults` must name its ranks; got {ranks} ranks, and "
+                f"{named_ranks}"
+            )
         self.world_size = ranks
         self._seed, self._late, self._faults, self._timeout = seed, late, faults, timeout
         self.order: list[int] = []
@@ -96,7 +99,7 @@ class World:
         """
         if not _one_runs.acquire(blocking=False):
             by = "" if _here.rank is None else f", which is called by rank {_here.rank} of it"
-            raise RuntimeError(f"a world runs in this process, and a second world cannot run{by}")
+            raise RuntimeError(f"a world already runs in this process: a second world cannot run{by}")
         run = _Run(self.world_size, self._seed, self._late, self._faults, self._timeout)
         try:
             return run.call(body, args, kwargs)
@@ -112,7 +115,7 @@ def die() -> None:
         RuntimeError: outside of a `World`.
     """
     if _here.rank is None:
-        raise RuntimeError("die() ends a rank of a World, and this thread is none")
+        raise RuntimeError("die() ends a rank of a World, but this thread is not a rank")
     raise Death
 
 
@@ -198,7 +201,7 @@ class _Run:
             self._raise()
         for fault in self._network.faults_to_come:
             raise RuntimeError(
-                f"{fault} never befell: rank {fault.rank} sent {self._network.sent[fault.rank]} messages"
+                f"{fault} did not occur: rank {fault.rank} sent {self._network.sent[fault.rank]} messages"
             )
         return [self._results.get(rank) for rank in range(self._ranks)]
 
@@ -285,7 +288,7 @@ class _Run:
                 if self.schedule.waits_for_nobody and waited > _OUTSIDE:
                     self._stuck()
                 elif waited > self._timeout:
-                    self._network.failure = f"a rank has run for {self._timeout:g} s without coming to a collective"
+                    self._network.failure = f"a rank has run for {self._timeout:g} s without reaching a collective"
                     for rank in list(self._running):
                         self._errors[rank] = TimeoutError(f"{self._network.failure}\n{self._position(rank)}")
                     return
@@ -327,7 +330,7 @@ class _Run:
             rank: self._position(rank) if rank in self._running else self._end(rank) for rank in range(self._ranks)
         }
         lines = [*lines_of(answers), conclusion(min(self._running), answers)]
-        self._network.failure = "\n".join(["the ranks wait for each other, and nothing is on its way:", *lines])
+        self._network.failure = "\n".join(["the ranks wait for each other, and no message is in flight:", *lines])
         self.schedule.wake_all()
 
     def _position(self, rank: int) -> Position:
@@ -359,7 +362,7 @@ class _Run:
         return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
 
     def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
-        raise RuntimeError("fsdp.recover() connects processes anew, and a World has none: use real ones")
+        raise RuntimeError("fsdp.recover() reconnects processes, which a World does not have: use real processes")
 
     def announce_end(self, error: BaseException, trace: Any) -> None:
         """Not required, because other ranks detect the exit."""

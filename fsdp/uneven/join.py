@@ -69,13 +69,13 @@ def join(
     """
     root = require_sharded(model, "fsdp.join")
     if not optimizers:
-        raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
+        raise ValueError("fsdp.join: pass the optimizer, because ranks that have finished run its steps as well")
     runtime = runtime_of_root(root, "fsdp.join", "module")
     runtime.ensure_idle("begin fsdp.join")
     if deferring := next((unit.name for unit in runtime.units if unit.placements.defers_reduction), None):
         raise NotImplementedError(
-            f"fsdp.join: {deferring} has PARTIAL gradients, which the step reduces, and ranks that have finished have "
-            "none. Use SHARD_OPTIM_GRADS, whose backwards reduce them."
+            f"fsdp.join: {deferring} has PARTIAL gradients, which the step reduces, but ranks that have finished have "
+            "no gradients. Use SHARD_OPTIM_GRADS, whose backwards reduce them."
         )
     kinds = ", ".join(type(each).__name__ for each in optimizers)
     agree_on(runtime.root.everyone, "optimizers in fsdp.join", kinds)
@@ -174,8 +174,8 @@ class Joining:
         # By their bytes as well: NaN, arrays and objects of users have no other equality.
         if any(pickle.dumps(other) != pickle.dumps(given[0]) and other != given[0] for other in given[1:]):
             raise RuntimeError(
-                "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "
-                "cannot know theirs. Set the same options of the optimizer on all ranks."
+                "fsdp.join: the ranks step with different options (for example learning rates), which ranks that have "
+                "finished cannot know. Set the same options of the optimizer on all ranks."
             )
         return given[0]
 

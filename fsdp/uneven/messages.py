@@ -90,8 +90,8 @@ class Talk:
         for rank, message in enumerate(messages):
             if message.kind == Kind.FAILED:
                 raise RuntimeError(
-                    f"rank {rank} of the model failed in {self._describe(message)}: see its traceback. This rank, "
-                    "which took part, gives up as well."
+                    f"rank {rank} of the model failed in {self._describe(message)}: see its traceback. This rank took "
+                    "part, and stops as well."
                 )
         return messages
 

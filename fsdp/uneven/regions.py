@@ -103,8 +103,8 @@ def position_at(place: int, level: int = 0, base: int = 0) -> int:
     """Return the position of a place (from 1) in the root's forward, or at a `level` in the visit at `base`."""
     if level >= LEVELS:
         raise RuntimeError(
-            f"fsdp.cond: modules that not every rank runs can be {LEVELS - 1} deep in each other at most, inside of "
-            f"fsdp.join {LEVELS - 2}"
+            f"fsdp.cond: modules that not every rank runs can be nested at most {LEVELS - 1} deep, inside fsdp.join "
+            f"{LEVELS - 2}"
         )
     return base + (place << _BITS * (LEVELS - 1 - level))
 
@@ -399,9 +399,9 @@ class Visits(Participation):
         syncs = {unit.policy.sync.value for unit in self._runtime.units}
         if len(syncs) > 1 and self.joining is not None:
             raise NotImplementedError(
-                "inside fsdp.join: units reduce their gradients differently far (set_requires_gradient_sync, "
-                "set_requires_all_reduce), which ranks that have finished cannot know. Call these of the outermost "
-                "module, with recurse=True."
+                "inside fsdp.join: units differ in how far they reduce gradients (set_requires_gradient_sync, "
+                "set_requires_all_reduce), which ranks that have finished cannot know. Call these methods of the "
+                "outermost module, with recurse=True."
             )
         listed = [param for handle in self._directory.handles for param in handle.listed_params]
         self._has_recomputed = False
@@ -607,7 +607,7 @@ class Visits(Participation):
         if run_here is not (visit is not None and visit.runs_here):
             raise RuntimeError(
                 f"fsdp.cond: activation checkpointing recomputes {self._directory.name(region.number)} with "
-                f"run_here={run_here}, unlike its forward. Decide outside of the checkpoint, or have it preserve the "
+                f"run_here={run_here}, unlike its forward. Determine run_here outside the checkpoint, or preserve its "
                 "random state (preserve_rng_state=True)."
             )
         if visit is None:

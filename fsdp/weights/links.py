@@ -91,7 +91,9 @@ class Link:
             found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
             process, user, _ = _PEER.unpack(found)
             if user != os.getuid():
-                raise PermissionError(f"process {process} of user {user} has another user than this, {os.getuid()}")
+                raise PermissionError(
+                    f"process {process} of user {user} has a different user than this process, {os.getuid()}"
+                )
 
     def send(self, kind: Kind, content: bytes | memoryview = b"", fd: int | None = None) -> None:
         """Send a message; an open file can be sent with it to a process on the same host."""
@@ -147,7 +149,7 @@ class Link:
         memory = content.numpy().data
         self._fill(memory)
         if crc32(memory) != checksum:
-            raise ConnectionError(f"bytes of {self.peer} have changed on the way: their checksum is different")
+            raise ConnectionError(f"bytes from {self.peer} were damaged in transit: their checksum is different")
         return content
 
     def _fill(self, memory: memoryview) -> None:
@@ -165,7 +167,7 @@ class Link:
     def _explain(self, error: OSError) -> None:
         """Raise the error that the other process sent before it closed the connection, or else the socket's error."""
         if isinstance(error, TimeoutError):
-            raise TimeoutError(f"{self.peer} has taken nothing for {self._timeout:g} s") from None
+            raise TimeoutError(f"{self.peer} has received nothing for {self._timeout:g} s") from None
         try:
             self._socket.settimeout(1.0)
             while True:
@@ -402,7 +404,9 @@ class SharedMemorySink(SocketSink):
 
     def __init__(self, name: str, *, timeout: float = 300.0, connect_timeout: float | None = None) -> None:
         if not name or not is_shared_memory(name):
-            raise ValueError(f"the name of a receiver in shared memory is not empty and has no colon, got {name!r}")
+            raise ValueError(
+                f"the name of a receiver in shared memory must not be empty or contain a colon, got {name!r}"
+            )
         local_address(name)
         self._start(name, b"", timeout, connect_timeout)
 

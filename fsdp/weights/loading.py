@@ -162,6 +162,6 @@ def _next_bucket(arriving: Iterator[tuple[int, Tensor]] | None, number: int, pla
     for _, bucket in arriving:
         return bucket
     raise ValueError(
-        f"the source has ended before bucket {number} of {len(plan.buckets)}: the model has a part of the weights. "
-        "Load a complete stream into it"
+        f"the source has ended before bucket {number} of {len(plan.buckets)}: the model has only a part of the "
+        "weights. Load a complete stream into it"
     )

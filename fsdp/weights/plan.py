@@ -356,7 +356,7 @@ def chosen(names: Sequence[Collection[str]], only: Iterable[str] | None) -> list
         wanted = re.compile(rf"{_regex(pattern)}(?:\..+)?")
         matching = [number for number, each in enumerate(names) if any(map(wanted.fullmatch, each))]
         if not matching:
-            raise ValueError(f"only has {pattern!r}, and this model has no tensor or module of such a name")
+            raise ValueError(f"only has {pattern!r}, but this model has no tensor or module of this name")
         found.update(matching)
     return sorted(found)
 
@@ -382,7 +382,7 @@ def groups_of(names: Sequence[Collection[str]], together: Iterable[Iterable[str]
                     if number not in found.setdefault(key, []):
                         found[key].append(number)
             if not count:
-                raise ValueError(f"together has {pattern!r}, and the stream has no tensor of such a name")
+                raise ValueError(f"together has {pattern!r}, but the stream has no tensor of this name")
     return list(found.values())
 
 
@@ -393,5 +393,5 @@ def _regex(pattern: str) -> str:
 def _texts(option: str, names: Iterable[str]) -> list[str]:
     texts = [names] if isinstance(names, str) else list(names)
     if not all(isinstance(each, str) for each in texts):
-        raise TypeError(f"{option} has names of tensors, got {texts!r}")
+        raise TypeError(f"argument {option} must contain names of tensors, got {texts!r}")
     return texts

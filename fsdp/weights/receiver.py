@@ -71,7 +71,7 @@ class Update:
             RuntimeError: if the weights were already received.
         """
         if self._is_over:
-            raise RuntimeError("these weights were already received: take the next update of the receiver")
+            raise RuntimeError("these weights were already received: use the next update of the receiver")
         self._is_over = True
         pool = ThreadPoolExecutor(len(self._links))
         try:

@@ -167,7 +167,7 @@ class WeightServer:
         rank = stream.plan.rank
         link = self._link_of(reader)
         if rank and link.receive_json(Kind.REQUEST)["number"] != request["number"]:
-            raise ValueError("the requests of a reader have another order on another rank")
+            raise ValueError("the requests of a reader are in a different order on another rank")
         wanted = [(int(number), Box(tuple(offsets), tuple(sizes))) for number, offsets, sizes in request["boxes"]]
         text = ""
         if request["version"] not in (None, self.version):
@@ -371,7 +371,9 @@ def _box(tensor: PlannedTensor, given: Sequence[slice] | None) -> Box:
     slices = list(given or ())
     are_plain = all(isinstance(each, slice) and each.step in (None, 1) for each in slices)
     if len(slices) > len(tensor.sizes) or not are_plain:
-        raise ValueError(f"{tensor.name} of shape {list(tensor.shape)} needs slices without steps, got {given!r}")
+        raise ValueError(
+            f"{tensor.name} of shape {list(tensor.shape)} supports slices without steps only, got {given!r}"
+        )
     slices += [slice(None)] * (len(tensor.sizes) - len(slices))
     spans = [each.indices(size) for each, size in zip(slices, tensor.sizes, strict=True)]
     return Box(tuple(begin for begin, _, _ in spans), tuple(max(0, end - begin) for begin, end, _ in spans))

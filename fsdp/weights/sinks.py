@@ -60,8 +60,9 @@ class FunctionSink(Sink):
         if not plan.is_whole:
             largest = max(plan.tensors, key=lambda tensor: tensor.nbytes)
             raise ValueError(
-                f"a function receives complete tensors, and {largest.name} with {largest.nbytes} bytes is larger than "
-                "a bucket. Use larger buckets, or an object with the methods of fsdp.weights.Sink, which receives rows"
+                f"a function receives complete tensors, and {largest.name} is larger than a bucket, with "
+                f"{largest.nbytes} bytes. Use larger buckets, or an object with the methods of fsdp.weights.Sink, "
+                "which receives rows"
             )
         self._plan = plan
 

@@ -137,17 +137,19 @@ def module_wrap_policy(classes: Iterable[type[nn.Module]], exclude: Iterable[typ
     wanted, unwanted = _module_classes("classes", classes), _module_classes("exclude", exclude)
     if not wanted:
         raise ValueError(
-            "module_wrap_policy got no classes, so it would wrap nothing. Name at least one, "
-            "e.g. module_wrap_policy({Block})."
+            "module_wrap_policy got no classes, so it would wrap nothing. Pass at least one class, for example "
+            "module_wrap_policy({Block})."
         )
     for cls in wanted:
         if cls in _exclude_wrap_classes():
             raise ValueError(
-                f"module_wrap_policy can not wrap {cls.__name__}: it has no forward, so its unit would never "
-                "run. Name the class of the modules in it."
+                f"module_wrap_policy can not wrap {cls.__name__}: it has no forward, so its unit would never run. Pass "
+                "the class of the modules in it."
             )
         if cls in unwanted:
-            raise ValueError(f"module_wrap_policy got {cls.__name__} in both classes and exclude. Take it out of one.")
+            raise ValueError(
+                f"module_wrap_policy got {cls.__name__} in both classes and exclude. Remove it from one of them."
+            )
     return lambda_wrap_policy(lambda module: isinstance(module, wanted) and not isinstance(module, unwanted))
 
 
@@ -158,8 +160,8 @@ def _module_classes(argument: str, classes: Iterable[type[nn.Module]]) -> tuple[
     for cls in found:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ValueError(
-                f"module_wrap_policy takes nn.Module classes, got {cls!r} in {argument}. "
-                "Give the class itself, not its name or an instance."
+                f"module_wrap_policy takes nn.Module classes, got {cls!r} in {argument}. Pass the class itself, not "
+                "its name or an instance."
             )
     return found
 
@@ -231,15 +233,15 @@ class ConfigAutoWrap:
         """Set the class-level state from `enable_wrap`'s arguments; raises as `enable_wrap` does."""
         if ConfigAutoWrap.in_autowrap_context:
             raise NotImplementedError(
-                "enable_wrap is already active here, and contexts do not nest. Leave the outer one first, or "
-                "give the differing settings to wrap(module, ...) or auto_wrap(module, policy, ...)."
+                "enable_wrap is already active here, and contexts do not nest. Leave the outer context first, or pass "
+                "the differing settings to wrap(module, ...) or auto_wrap(module, policy, ...)."
             )
         settings = dict(kwargs)
         wrapper_cls = settings.pop("wrapper_cls", None)
         if not callable(wrapper_cls):
             raise ValueError(
-                f"enable_wrap needs the class to wrap with, got wrapper_cls={wrapper_cls!r}. "
-                "Give e.g. enable_wrap(wrapper_cls=FullyShardedDataParallel)."
+                f"enable_wrap needs the class to wrap with, got wrapper_cls={wrapper_cls!r}. Pass for example "
+                "enable_wrap(wrapper_cls=FullyShardedDataParallel)."
             )
         ConfigAutoWrap.in_autowrap_context = True
         ConfigAutoWrap.wrapper_cls = wrapper_cls
@@ -333,8 +335,8 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
         device = accelerator()
         if device is None:
             raise RuntimeError(
-                f"move_module_cuda_half=True moves {type(module).__name__} to an accelerator, and torch sees none "
-                "here. Leave the option out of enable_wrap on this machine."
+                f"move_module_cuda_half=True moves {type(module).__name__} to an accelerator, but torch sees none "
+                "here. Omit the option on this machine."
             )
         module = module.to(device).half()
     return wrapper_cls(module, **{**ConfigAutoWrap.kwargs, **own_config, **overrides})
@@ -345,8 +347,8 @@ def wrapper_config_of(module: nn.Module) -> Mapping[str, Any]:
     own_config = getattr(module, "wrapper_config", {})
     if not isinstance(own_config, Mapping):
         raise ValueError(
-            f"{type(module).__name__}.wrapper_config is {own_config!r}; it must be a dict of keywords for "
-            "the wrapper (an empty one to use the context's)."
+            f"{type(module).__name__}.wrapper_config is {own_config!r}; it must be a dict of keyword arguments for the "
+            "wrapper (an empty dict to use the context's)."
         )
     return own_config
 
@@ -398,20 +400,20 @@ def auto_wrap(
         module, auto_wrap_policy, module_is_root=True, keep_wrapped=keep_wrapped, **kwargs
     )
     if not numel and not keep_wrapped and any(True for _ in module.parameters()):
-        _warn_unwrapped("auto_wrap() with a policy that picks nothing in it", module, _PICK)
+        _warn_unwrapped("auto_wrap() with a policy that selects no module", module, _PICK)
     return wrapped
 
 
-_ENTER = "Call it inside of `with enable_wrap(wrapper_cls=FullyShardedDataParallel):`."
-_PICK = "Give a policy that picks parts of it: fsdp.module_wrap_policy({Block}), or a smaller min_num_params."
+_ENTER = "Call it inside `with enable_wrap(wrapper_cls=FullyShardedDataParallel):`."
+_PICK = "Pass a policy that selects modules in it: fsdp.module_wrap_policy({Block}), or a smaller min_num_params."
 
 
 def _warn_unwrapped(what: str, module: nn.Module, remedy: str) -> None:
     """Warn if there are multiple ranks and no module was wrapped, so that each rank would train its own model."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            f"{what} leaves this {type(module).__name__} as it is: unless it is wrapped otherwise, each of the "
-            f"{dist.get_world_size()} ranks trains its own. {remedy}",
+            f"{what} does not wrap this {type(module).__name__}: unless it is wrapped otherwise, each of the "
+            f"{dist.get_world_size()} ranks trains a separate model. {remedy}",
             stacklevel=3,
         )
 
@@ -477,7 +479,7 @@ class ModuleGraph:
                 self.places[child] = []
                 self._visit(child, join(path, name))
             elif child not in self.uses:  # still being visited, further up
-                raise ValueError(f"{join(path, name)!r} contains itself. Take it out there.")
+                raise ValueError(f"{join(path, name)!r} contains itself. Remove it there.")
             self.places[child].append((module, name))
             inside.update(self.uses[child])
         self.uses[module] = inside

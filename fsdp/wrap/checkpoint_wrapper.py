@@ -94,7 +94,7 @@ class _CheckpointedForward:
     def module(self) -> nn.Module:
         module = self._module()
         if module is None:
-            raise ReferenceError("the module of this forward does not exist any more")
+            raise ReferenceError("the module of this forward no longer exists")
         return module
 
     @property

@@ -55,15 +55,15 @@ BUILT, FORWARD, BACKWARD, STEP, BETWEEN = "after construction", "forward", "back
 _STEPS = 3
 
 _NOT_MODELLED = {
-    "process_group": "say how many ranks there are: world_size and replicas",
-    "process_group_reduce_scatter": "leave it out",
-    "compute_device": "leave it out: what is planned does not depend on it",
-    "state_dict_device": "leave it out",
-    "offload_folder": "plan offload='cpu', which has as much on the host as on disk",
-    "keep_offload_files": "leave it out",
+    "process_group": "pass the numbers of ranks: world_size and replicas",
+    "process_group_reduce_scatter": "omit it",
+    "compute_device": "omit it: the plan does not depend on it",
+    "state_dict_device": "omit it",
+    "offload_folder": "plan offload='cpu', which needs as many bytes on the host as on disk",
+    "keep_offload_files": "omit it",
     "move_grads_to_cpu": "plan offload='cpu', which moves parameters and gradients",
-    "sync_module_states": "leave it out: it changes how training begins, and no step",
-    "param_init_fn": "leave it out: it changes how training begins, and no step",
+    "sync_module_states": "omit it: it changes how training begins, and no step",
+    "param_init_fn": "omit it: it changes how training begins, and no step",
 }
 
 
@@ -258,8 +258,8 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
     for name, inner in module.named_modules():
         if unit_of(inner) is not None:
             raise ValueError(
-                f"{name or type(module).__name__} is sharded already: give plan() the plain model, and say by "
-                "auto_wrap_policy what becomes a unit"
+                f"{name or type(module).__name__} is sharded already: pass plan() the plain model, and choose units "
+                "with auto_wrap_policy"
             )
 
 
@@ -337,8 +337,8 @@ def _call(model: nn.Module, sample: Any) -> Any:
         if "meta" not in str(error).lower():
             raise
         raise RuntimeError(
-            f"{error}: the model reads values of a tensor, and plan() computes without values (the first traceback has "
-            "the line). Pass a sample with which it reads none, for models of transformers an attention_mask with four "
+            f"{error}: the model reads values of a tensor, but plan() computes without values (the first traceback has "
+            "the line). Pass a sample that avoids this, for models of transformers an attention_mask with four "
             "dimensions (docs/memory.md), or no sample"
         ) from error
 
@@ -346,7 +346,7 @@ def _call(model: nn.Module, sample: Any) -> Any:
 def _sum_of(output: Any) -> Tensor:
     sums = [tensor.sum() for tensor in differentiable_tensors(output) if tensor.is_floating_point()]
     if not sums:
-        raise ValueError("the model returns no tensor that depends on what it trains: give plan() a loss")
+        raise ValueError("the model returns no tensor that depends on its trained parameters: pass plan() a loss")
     return torch.stack([each.float() for each in sums]).sum() if len(sums) > 1 else sums[0]
 
 
@@ -423,8 +423,8 @@ def _attention(
 def _refuse_autocast(module: nn.Module, inputs: Any) -> None:
     if torch._C._is_any_autocast_enabled():  # private; the public function checks one device (torch 2.11 to 2.15)
         raise ValueError(
-            "plan() does not model torch.autocast, which the meta device does not follow: leave it out, and say in "
-            "which dtype to compute with mixed_precision=MixedPrecision(param_dtype=...)"
+            "plan() does not model torch.autocast, which the meta device does not follow: omit it, and set the compute "
+            "dtype with mixed_precision=MixedPrecision(param_dtype=...)"
         )
 
 
@@ -601,7 +601,7 @@ def _described(plan: Plan) -> Iterator[str]:
         rows.append(["and on the host", *(size_text(phase.host_peak) for phase in plan.phases)])
     yield from aligned([("bytes at the peak of", *(phase.name for phase in plan.phases)), *rows])
     if not plan.has_activations:
-        yield "Activations are not counted: give a sample of what the model is called with."
+        yield "Activations are not counted: pass a sample of the model's input."
     yield ""
     sent = ", ".join(f"{count} x {kind}" for kind, count in plan.collectives.items()) or "nothing"
     yield f"sent: {size_text(plan.bytes_sent)} ({sent})"

@@ -21,8 +21,8 @@ from fsdp.wrap.plan_wrapping import plan_wrapping
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _PLAN = (
-    "Print what the training of a model takes on each rank: memory by phase, bytes on the wire, collectives.\n"
-    "Nothing is allocated: the model is made on the meta device, and the other ranks are imagined."
+    "Print what the training of a model needs on each rank: memory by phase, bytes on the wire, collectives.\nNothing "
+    "is allocated: the model is created on the meta device, and the other ranks are simulated."
 )
 
 
@@ -32,8 +32,10 @@ def add_plan(commands: Any) -> None:
     command.add_argument(
         "factory",
         metavar="MODULE:FUNCTION",
-        help="A function without arguments that returns the plain model, or a pair of the model and its input (a "
-        "tensor, a tuple of arguments, or a dictionary of keywords). Without an input, activations are left out.",
+        help=(
+            "A function without arguments that returns the plain model, or a pair of the model and its input (a "
+            "tensor, a tuple of arguments, or a dictionary of keywords). Without an input, activations are not counted."
+        ),
     )
     command.add_argument("--world-size", type=int, required=True, metavar="N", help="The number of ranks.")
     command.add_argument(
@@ -80,7 +82,7 @@ def _run(args: argparse.Namespace, choices: Any) -> int:
         if name not in names:
             raise UsageError(f"--unit {name}: the model has no module of this class, but of {', '.join(sorted(names))}")
     if args.budget is not None and (args.unit or args.keep):
-        raise UsageError("--budget chooses units and what is kept: leave out --unit and --keep")
+        raise UsageError("--budget chooses units and whether they are kept: omit --unit and --keep")
     options: dict[str, Any] = {
         "sample": sample,
         "optimizer": _optimizer(args.optimizer),
@@ -111,7 +113,9 @@ def _made(factory: str) -> tuple[nn.Module, Any]:
     """Return the model that ``module:function`` creates on the meta device, and its sample or None."""
     module, _, function = factory.partition(":")
     if not (module and function):
-        raise UsageError(f"say which function of which module makes the model, as in train:make_model; got {factory}")
+        raise UsageError(
+            f"pass a module and its function that returns the model, as in train:make_model; got {factory}"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")  # as with `python -m`; an installed command does not add the current folder
     try:

@@ -60,7 +60,7 @@ class _NamedPolicy:
             if absent:
                 raise ValueError(
                     f"this {type(module).__name__} has no module {absent[0]!r}, which was planned to be a unit: wrap "
-                    "the module that plan_wrapping() was given, or one that is built alike"
+                    "the module that was passed to plan_wrapping(), or a model with the same structure"
                 )
             self._names.update(names)
         name = self._names.get(module, "")
@@ -133,7 +133,7 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     """
     for name in ("auto_wrap_policy", "reshard_after_forward"):
         if name in arguments:
-            raise TypeError(f"plan_wrapping() chooses {name}: leave it out")
+            raise TypeError(f"plan_wrapping() chooses {name}: omit it")
     if not 0 <= memory_budget < math.inf:
         raise ValueError(f"memory_budget is a number of bytes, got {memory_budget:g}")
     search = _Search(module, world_size, int(memory_budget), arguments)

@@ -65,8 +65,8 @@ def _policy(module: nn.Module, units: Any) -> AutoWrapPolicy:
 def _policy_of_names(module: nn.Module, units: tuple[Any, ...]) -> AutoWrapPolicy:
     if not units:
         raise ValueError(
-            "fsdp.shard got no units, so the model would be unsharded as a whole whenever it runs. Name the class of "
-            "its layers, or call FullyShardedDataParallel(model) if the whole model is to be one unit."
+            "fsdp.shard got no units, so the model would be unsharded as a whole whenever it runs. Pass the class of "
+            "its layers, or call FullyShardedDataParallel(model) to make the whole model one unit."
         )
     inside = set(module.modules())
     for unit in units:
@@ -82,7 +82,7 @@ def _policy_of_names(module: nn.Module, units: tuple[Any, ...]) -> AutoWrapPolic
             )
         if not any(map(has_forward, found)):
             raise ValueError(
-                f"fsdp.shard: {shown} has no forward, so its unit would never run. Name the class of the modules in it."
+                f"fsdp.shard: {shown} has no forward, so its unit would never run. Pass the class of the modules in it."
             )
     classes = tuple(unit for unit in units if isinstance(unit, type))
     chosen = {unit for unit in units if isinstance(unit, nn.Module)}

@@ -127,7 +127,7 @@ def test_memory_of_the_copies_is_used_again(tmp_path: Path) -> None:
             saver.save(tmp_path, model, optimizer, step=step)
         saver.wait()
         assert saver._stager.held_bytes <= 3 * shards
-    with pytest.raises(RuntimeError, match="closed: make a new one"):  # its memory is released with the block
+    with pytest.raises(RuntimeError, match="closed: create a new one"):  # its memory is released with the block
         saver.save(tmp_path, model, optimizer)
 
 

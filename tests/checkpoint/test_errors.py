@@ -122,7 +122,7 @@ def _save_at_file(path: Path) -> None:
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis.tex").write_text("mine")
-    with pytest.raises(FileExistsError, match=f"{name} (has files in it and is no checkpoint|is in the way)"):
+    with pytest.raises(FileExistsError, match=f"{name} (contains files and is not a checkpoint|is in the way)"):
         fsdp.save(tmp_path / "run", nested_mlp())
     assert content(tmp_path) == {f"{name}/thesis.tex": b"mine"}
 
@@ -210,7 +210,7 @@ def test_a_model_of_other_ranks_is_not_replaced(tmp_path: Path) -> None:
     dist.barrier()
     if stage == 1:
         expected = ValueError if dist.get_rank() == 2 else RuntimeError
-        with pytest.raises(expected, match=r"run is a checkpoint of another model, which rank 0 and its ranks have"):
+        with pytest.raises(expected, match=r"run is a checkpoint of another model, which rank 0 and the ranks of"):
             fsdp.save(tmp_path / "run", model)
         fsdp.save(tmp_path / "other", model)
     dist.barrier()
@@ -246,7 +246,7 @@ def test_a_unit_with_ranks_of_its_own_is_refused(tmp_path: Path) -> None:
         ({"dtype": torch.int8}, TypeError, r"dtype must be a floating-point torch.dtype or None, got torch.int8"),
         ({"path": ""}, ValueError, r"path is empty"),
         ({"step": -1}, ValueError, r"step must be 0 or more, got -1"),
-        ({"keep": 1}, ValueError, r"keep=1 must be positive, and is for checkpoints with a step"),
+        ({"keep": 1}, ValueError, r"keep=1 must be positive, and requires step"),
     ],
 )
 def test_arguments_of_other_kinds_are_refused_before_anything_is_written(
@@ -382,7 +382,7 @@ def test_blocks_that_several_ranks_read_are_compared_as_a_whole(ranks: RankPool,
     ranks(3).run(_load_large, tmp_path / "run")
     for place in (-1, size // 2, size // 3, size // 3 * 2, size - (4 << 20), 300):
         flip(tmp_path / "run" / "model.safetensors", place)
-        ranks(3).run(_load_large, tmp_path / "run", "bytes [0-9]+ to [0-9]+ of it are not what was saved")
+        ranks(3).run(_load_large, tmp_path / "run", "bytes [0-9]+ to [0-9]+ of it do not match")
         flip(tmp_path / "run" / "model.safetensors", place)
 
 
@@ -403,8 +403,8 @@ NOT_WHOLE: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: os.truncate(path / "model.safetensors", 1 << 20), "has 1048576 bytes instead of"),
     (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
     (lambda path: os.truncate(path / "checkpoint.json", 40), "is damaged: it cannot be read"),
-    (lambda path: (path / "checkpoint.json").unlink(), "no complete checkpoint"),
-    (shutil.rmtree, "no complete checkpoint"),
+    (lambda path: (path / "checkpoint.json").unlink(), "not a complete checkpoint"),
+    (shutil.rmtree, "not a complete checkpoint"),
 ]
 
 
@@ -438,7 +438,7 @@ def _load_another(folder: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         fsdp.load(folder, model)
     for text in (
-        "has shape [2, 4], and the model's [1, 3]",
+        "has shape [2, 4], but the model's [1, 3]",
         "missing: exit.bias",
         "unexpected: more.weight, more.bias",
     ):
@@ -485,7 +485,7 @@ def test_a_rank_without_the_checkpoint_does_not_leave_the_others_waiting(ranks: 
 
 def _load_nowhere(folder: Path) -> None:
     is_it = dist.get_rank() == 2
-    places: dict[str, Any] = {"nowhere is no complete checkpoint": folder / "nowhere", "no checkpoint at None": None}
+    places: dict[str, Any] = {"nowhere is not a complete checkpoint": folder / "nowhere", "no checkpoint at None": None}
     for message, place in places.items():
         with pytest.raises(FileNotFoundError if is_it else RuntimeError, match=message):
             fsdp.load(place if is_it else folder / "run", nested_mlp(fully_sharded()))
@@ -530,7 +530,7 @@ def test_a_path_that_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
         "file": "it is a file",
         "nowhere": "there is nothing",
     }.items():
-        with pytest.raises(FileNotFoundError, match=f"{name} is no complete checkpoint: {message}"):
+        with pytest.raises(FileNotFoundError, match=f"{name} is not a complete checkpoint: {message}"):
             fsdp.load(tmp_path / name, nested_mlp())
 
 
@@ -540,5 +540,5 @@ def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     content = json.loads(path.read_text())["checkpoint"] | {"version": 99}
     digest = hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
     path.write_text(json.dumps({"sha256": digest, "checkpoint": content}))
-    with pytest.raises(ValueError, match="is of version 99, and this is version 1"):
+    with pytest.raises(ValueError, match="is of version 99, but this library supports version 1"):
         fsdp.load(tmp_path / "run", nested_mlp())

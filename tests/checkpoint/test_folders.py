@@ -320,7 +320,7 @@ def test_a_folder_that_is_taken_over_at_once_is_an_error_on_every_rank(tmp_path:
     model = nested_mlp(fully_sharded())
     with (
         mock.patch.object(Destination, "token", property(read)),
-        pytest.raises(RuntimeError, match=r"run\.saving is not as this save has made it"),
+        pytest.raises(RuntimeError, match=r"run\.saving was changed during this save"),
     ):
         fsdp.save(tmp_path / "run", model)
 
@@ -331,7 +331,7 @@ def test_another_replica_cannot_send(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(
         torch.nn.Sequential(inner, torch.nn.Linear(3, 3)), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD
     )
-    refused = r"rank 1 does not see .*run\.saving, which rank 0 has made, and cannot send"
+    refused = r"rank 1 does not see .*run\.saving, which rank 0 has created, and cannot write"
     with folder_of_its_own(tmp_path / f"{dist.get_rank()}"), pytest.raises(RuntimeError, match=refused):
         fsdp.save("run", model)
 

@@ -148,7 +148,7 @@ def test_any_rank_or_all_killed_at_any_moment_leave_the_newest_complete_state(
 def test_a_first_save_that_is_killed_leaves_nothing_that_can_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="SIGKILL"):
         ranks(2).run(_die_in_the_first_save, tmp_path)
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+    with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
         fsdp.load(tmp_path / "run", nested_mlp())
     assert checkpoint.newest(tmp_path) is None
 

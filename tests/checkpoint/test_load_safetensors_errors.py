@@ -44,7 +44,7 @@ def test_one_error_names_all_that_does_not_fit_and_nothing_is_changed(tmp_path: 
         load_safetensors(model, tmp_path, strict=strict)
     message = str(caught.value)
     assert "trunk.0.weight in " in message
-    assert "has shape [7, 11], and the model's [11, 7]" in message
+    assert "has shape [7, 11], but the model's [11, 7]" in message
     assert ("missing: entry.bias" in message) is strict
     assert ("unexpected: more" in message) is strict
     assert_same_state(model.state_dict(), nested_mlp().state_dict())
@@ -88,7 +88,7 @@ def test_a_part_of_a_unit_is_refused(tmp_path: Path) -> None:
 
 def test_a_plain_parameter_without_memory_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
-    with pytest.raises(RuntimeError, match="weight is on the meta device: give it memory first"):
+    with pytest.raises(RuntimeError, match="weight is on the meta device: allocate it first"):
         load_safetensors(nn.Linear(2, 2, device="meta"), tmp_path)
 
 
@@ -134,7 +134,7 @@ def test_a_buffer_that_fits_on_some_ranks_only_is_an_error_on_every_rank(tmp_pat
     model = nn.Sequential(nested_mlp(fully_sharded()))  # ranks compare the buffers of wrappers before
     model.register_buffer("more", torch.zeros(2 + dist.get_rank()))
     before = model.state_dict()
-    with pytest.raises(RuntimeError, match=r"more .*has shape \[2\], and the model's \[3\]"):
+    with pytest.raises(RuntimeError, match=r"more .*has shape \[2\], but the model's \[3\]"):
         load_safetensors(model, tmp_path, strict=False)
     assert_same_state(model.state_dict(), before)
 
@@ -142,5 +142,5 @@ def test_a_buffer_that_fits_on_some_ranks_only_is_an_error_on_every_rank(tmp_pat
 def test_complex_values_do_not_become_real(tmp_path: Path) -> None:
     save(tmp_path, {"weight": torch.ones(2, 2, dtype=torch.complex64), "bias": torch.ones(2)})
     model = FullyShardedDataParallel(nn.Linear(2, 2), Alone())
-    with pytest.raises(RuntimeError, match=r"weight in .* is of torch.complex64, and the model's of torch.float32"):
+    with pytest.raises(RuntimeError, match=r"weight in .* is of torch.complex64, but the model's of torch.float32"):
         load_safetensors(model, tmp_path)

@@ -77,9 +77,9 @@ def _save_two(folder: Path, options: dict[str, Any], is_loaded: bool = False) ->
 def test_a_list_of_optimizers_is_looked_through(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     optimizer = adam(model.parameters())
-    with pytest.raises(ValueError, match="empty list of optimizers"):
+    with pytest.raises(ValueError, match="list of optimizers is empty"):
         fsdp.save(tmp_path / "run", model, [])
-    with pytest.raises(TypeError, match="number 1 in the list of optimizers is none: 'adam'"):
+    with pytest.raises(TypeError, match="number 1 in the list of optimizers is not an optimizer: 'adam'"):
         fsdp.save(tmp_path / "run", model, [optimizer, "adam"])
     with pytest.raises(ValueError, match="in two of the optimizers, the second one number 1"):
         fsdp.save(tmp_path / "run", model, [optimizer, adam(model.parameters())])
@@ -147,7 +147,7 @@ def test_an_optimizer_is_loaded_without_the_weights(tmp_path: Path) -> None:
     state = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     train(model, optimizer, range(1, 2))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="none was given: pass the optimizer"):
+    with pytest.raises(ValueError, match="no optimizer was given: pass the optimizer"):
         fsdp.load(tmp_path / "run", model, weights=False)
     fsdp.load(tmp_path / "run", model, other, weights=False)
     assert_same_state(model.state_dict(), weights)
@@ -316,7 +316,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Adam: parameter 0 of group 0, of shape \(\), is not of this model"):
         fsdp.save(tmp_path / "run", model, other)
     fsdp.save(tmp_path / "run", model)
-    with pytest.raises(ValueError, match="has no optimizer in it: load it without one"):
+    with pytest.raises(ValueError, match="contains no optimizer: load it without an optimizer"):
         fsdp.load(tmp_path / "run", model, adam(model.parameters()))
     with pytest.raises(TypeError, match="an optimizer with param_groups"):
         fsdp.save(tmp_path / "run", model, object())
@@ -336,9 +336,9 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) -> N
     with pytest.raises(RuntimeError) as caught:
         fsdp.load(tmp_path / "run", model, other)
     for text in (
-        "in parameter groups 0 and 0, and that of the checkpoint has them in groups 0 and 1",
-        "the optimizer has entry.bias in its parameter group 0, and that of the checkpoint has not",
-        "the optimizer of the checkpoint has exit.bias, and this one has not",
+        "in parameter groups 0 and 0, but that of the checkpoint has them in groups 0 and 1",
+        "the optimizer has entry.bias in its parameter group 0, but that of the checkpoint does not",
+        "the optimizer of the checkpoint has exit.bias, but this one does not",
     ):
         assert text in str(caught.value)
     assert not other.state
@@ -363,12 +363,12 @@ def _two_layers() -> nn.Module:
 
 
 REGROUPED = [
-    ((), (1,), "in parameter groups 0 and 1, and {} has them in groups 0 and 0"),
-    ((1,), (1, 2), "in parameter groups 1 and 2, and {} has them in groups 1 and 1"),
-    ((2,), (1, -2), "in parameter groups 1 and 2, and {} has them in groups 1 and 0"),
-    ((1,), (), "in parameter groups 0 and 0, and {} has them in groups 0 and 1"),
-    ((1,), (2,), "in parameter groups 0 and 0, and {} has them in groups 0 and 1"),
-    ((-1,), (3,), "and {} has them in groups 1 and 0: make it with the same groups in the same order"),
+    ((), (1,), "in parameter groups 0 and 1, but {} has them in groups 0 and 0"),
+    ((1,), (1, 2), "in parameter groups 1 and 2, but {} has them in groups 1 and 1"),
+    ((2,), (1, -2), "in parameter groups 1 and 2, but {} has them in groups 1 and 0"),
+    ((1,), (), "in parameter groups 0 and 0, but {} has them in groups 0 and 1"),
+    ((1,), (2,), "in parameter groups 0 and 0, but {} has them in groups 0 and 1"),
+    ((-1,), (3,), "but {} has them in groups 1 and 0: create it with the same groups in the same order"),
 ]
 
 
@@ -404,7 +404,7 @@ def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(t
     fsdp.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(
-        RuntimeError, match=r"is SGD, with settings .*momentum.*, and that of the checkpoint is AdamW, .*betas"
+        RuntimeError, match=r"is SGD, with the settings .*momentum.*, but that of the checkpoint is AdamW, .*betas"
     ):
         fsdp.load(tmp_path / "run", model, sgd)
     assert sgd.param_groups[0]["momentum"] == 0.9

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_replaced_again_and_again_is_an_error(
     path = tmp_path / "run"
     _save(path, OLD)
     _before(manifest.TensorFiles, "opened_in", lambda: _save(path, NEW), monkeypatch, times=100)
-    with pytest.raises(ValueError, match=r"run was replaced each time that it was opened, .* begin anew"):
+    with pytest.raises(ValueError, match=r"run was replaced each time that it was opened, .* load it when"):
         _load(path)
 
 

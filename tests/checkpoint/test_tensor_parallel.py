@@ -286,7 +286,7 @@ def test_what_is_still_to_be_summed_is_named(tmp_path: Path) -> None:
     module = nn.Linear(4, 4, bias=False)
     value = DTensor.from_local(module.weight.detach(), mesh_of(1, 2)["tp"], [Partial()], run_check=False)
     module.weight = nn.Parameter(value)
-    with pytest.raises(NotImplementedError, match=r"weight has placements .*: files hold what is Shard or Replicate"):
+    with pytest.raises(NotImplementedError, match=r"weight has placements .*: only Shard and Replicate can be saved"):
         fsdp.save(folder, module)
 
 

@@ -44,7 +44,7 @@ def trained_model() -> FullyShardedDataParallel:
 
 def test_a_forked_child_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     for rank, said in enumerate(ranks(2).run(_fork, tmp_path)):
-        assert f"this process was forked from rank {rank}, whose connections to other ranks do not come along" in said
+        assert f"this process was forked from rank {rank}, whose connections to other ranks are not inherited" in said
 
 
 def _fork(folder: Path) -> str:

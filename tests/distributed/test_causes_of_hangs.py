@@ -239,7 +239,7 @@ def test_models_over_other_ranks_are_named(ranks: RankPool, tmp_path: Path, form
     error = ranks(world_size, backend=None).run(_shard_over_other_ranks, tmp_path, form)[0]
     every, fewer = f"ranks 0-{world_size - 1}", "itself alone" if world_size == 2 else "ranks 0-1"
     assert re.search(rf"shards over {every}, and .* over {fewer}|shards over {fewer}, and .* over {every}", error)
-    assert "Give the same ranks to every rank" in error
+    assert "Pass the same ranks on every rank" in error
 
 
 def _shard_over_other_ranks(folder: Path, form: str) -> str:

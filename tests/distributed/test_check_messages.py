@@ -44,7 +44,7 @@ def test_a_flipped_bit_is_an_error_that_names_both_ranks_and_training_goes_on(ra
     for number, first, *others in zip(numbers, *errors, strict=True):
         assert first.startswith("DamagedMessageError: rank 0: "), number
         assert any(f"rank 0: {kind}" in first for kind in KINDS)
-        assert "did not complete: what has come from rank 1 has other bits than what it has sent (checksum " in first
+        assert "did not complete: a message from rank 1 was damaged in transit (checksum " in first
         assert "fsdp.recover(model)" in first
         for error in others:
             assert error.startswith("CollectiveError: ")
@@ -97,7 +97,7 @@ def test_other_ways_than_gloo_are_refused() -> None:
     for switch in switches:
         switch(True)
     try:
-        with pytest.raises(RuntimeError, match=r"check_messages\(\) is for messages that .* through gloo"):
+        with pytest.raises(RuntimeError, match=r"check_messages\(\) supports messages .* through gloo"):
             communicator(dist.group.WORLD, torch.device("cpu"))
     finally:
         for switch in switches:

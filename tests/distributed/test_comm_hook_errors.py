@@ -137,7 +137,7 @@ def test_a_partial_has_the_name_of_its_function() -> None:
 
 def test_factors_given_to_the_constructor_contradict_a_hook() -> None:
     model = alone(nn.Sequential(alone(gradient_predivide_factor=1.0)))
-    with pytest.raises(ValueError, match=r"^0: gradients were to be divided by 1\.0 and 1\.0.*divides them by itself"):
+    with pytest.raises(ValueError, match=r"^0: gradients are divided by 1\.0 and 1\.0.*divides them by itself"):
         model.register_comm_hook(None, average)
     assert model._unit.policy.comm_hook is None
 
@@ -145,7 +145,7 @@ def test_factors_given_to_the_constructor_contradict_a_hook() -> None:
 def test_factors_that_were_set_contradict_a_hook() -> None:
     model = alone()
     model.set_gradient_divide_factors(2.0, 1.0)
-    with pytest.raises(ValueError, match=r"divided by 2\.0 and 1\.0.*have the hook divide by what you want"):
+    with pytest.raises(ValueError, match=r"divided by 2\.0 and 1\.0.*set the divisor in the hook"):
         model.register_comm_hook(None, average)
 
 
@@ -182,8 +182,8 @@ def leave_integers(state: Any, gradient: Tensor, shard: Tensor) -> None:
     ("hook", "message"),
     [
         (return_a_future, r"returned a Future, which would be ignored: fill `shard` in place"),
-        (leave_everything, r"left \[84\] of torch\.float32 on cpu in `shard`, which was \[42\] on cpu"),
-        (leave_a_matrix, r"left \[7, 6\] of torch\.float32 on cpu in `shard`, which was \[42\] on cpu"),
+        (leave_everything, r"replaced `shard` by \[84\] of torch\.float32 on cpu; it was \[42\] on cpu"),
+        (leave_a_matrix, r"replaced `shard` by \[7, 6\] of torch\.float32 on cpu; it was \[42\] on cpu"),
         (leave_integers, r"left \[42\] of torch\.int64 on cpu in `shard`"),
     ],
 )
@@ -252,7 +252,7 @@ def test_reduce_scatter_is_for_hooks_while_they_run() -> None:
     model: Any = nested_mlp(fully_sharded())
     model.register_comm_hook(None, average)
     backward(model)
-    with pytest.raises(RuntimeError, match="for communication hooks while they run"):
+    with pytest.raises(RuntimeError, match="can be called only inside a communication hook"):
         reduce_scatter(torch.ones(2))
 
 
@@ -265,7 +265,7 @@ def reduce_something_else(state: Tensor, gradient: Tensor, shard: Tensor) -> Non
 def test_reduce_scatter_wants_equal_parts(shape: tuple[int, ...]) -> None:
     model: Any = fully_sharded()(nn.Linear(5, 7))
     model.register_comm_hook(torch.ones(shape), reduce_something_else)
-    with pytest.raises(RuntimeError, match=r"raised ValueError: a tensor of shape \[.*\] cannot be cut into 2 equal"):
+    with pytest.raises(RuntimeError, match=r"raised ValueError: a tensor of shape \[.*\] cannot be divided into 2"):
         backward(model)
 
 

@@ -316,7 +316,7 @@ def test_other_arguments_of_the_same_call_are_told() -> None:
 def test_other_groups_of_ranks_are_named() -> None:
     pair, alone = at("talk", groups=[[0, 1]]), at(passes=[forward(1, ranks="rank 2")], groups=[])
     assert conclusion(2, {0: pair, 1: pair, 2: at("talk", groups=ALL)}).startswith(
-        "Rank 2 shards over ranks 0-2, and ranks 0-1 over ranks 0-1. Give the same ranks"
+        "Rank 2 shards over ranks 0-2, and ranks 0-1 over ranks 0-1. Pass the same ranks"
     )
     assert conclusion(0, {0: at("talk"), 1: at("talk"), 2: alone}).startswith(
         "The others wait for rank 2. Rank 0 shards over ranks 0-2, and rank 2 over itself alone."

@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_come_out_of_its_wait_is_named(tmp_path: Path) -> N
         stuck = mock.Mock(wait=lambda: store.wait(["named"]))
         finish([stuck], "all-gather of 0 in forward")
     else:
-        words = "rank 0 does not come out of waiting for all-gather of 0 in forward"
+        words = "rank 0 still waits for all-gather of 0 in forward"
         with mock.patch.object(watchdog, "_STUCK", 1.0), pytest.raises(RuntimeError, match=words):
             fsdp.recover(training.model)
         store.set("named", "")

@@ -83,5 +83,5 @@ def test_lines_that_no_rank_has_written_are_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_without_reports_and_none_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(tmp_path)]) == 1
-    assert "there are no reports of ranks in it" in capsys.readouterr().err
+    assert "the folder contains no reports of ranks" in capsys.readouterr().err
     assert main(["diagnose", str(tmp_path / "nowhere")]) == 2

@@ -134,7 +134,7 @@ def test_what_one_rank_changes_alone_is_a_warning_or_if_asked_for_an_error(
     found = ranks(2, backend=None).run(_change, tmp_path, change, raises)
     for kind, text in found:
         assert kind == ("RuntimeError" if raises else "UserWarning")
-        assert "some ranks have changed what others have not, found at the step after backward " in text
+        assert "some ranks have made changes that other ranks have not, found at the step after backward " in text
         assert f"  rank 1: between steps, {words}" in text
 
 

@@ -58,7 +58,7 @@ def test_what_was_sent_in_another_step_is_left_out() -> None:
     sums.add(sums.step, 0, [torch.ones(1)], torch.float32)
     assert sums.add(sums.step, 0, [torch.ones(1)], torch.float32) == 1
     sums.end()
-    with pytest.raises(RuntimeError, match="a gradient: this backward is of no micro-batch"):
+    with pytest.raises(RuntimeError, match="a gradient: this backward belongs to no micro-batch"):
         sums.require_step("a gradient")
 
 

@@ -580,4 +580,4 @@ def test_only_ranks_that_somebody_waits_for_are_late() -> None:
 def test_ranks_that_all_wait_for_the_same_point_to_the_network() -> None:
     report = str(Report(0, {rank: waiting("all-gather of a", call="state_dict()") for rank in range(4)}))
     assert "  ranks 0-3: waiting for all-gather of a in state_dict()\n" in report
-    assert report.endswith("All wait for the same: the network is slow, or has lost something.")
+    assert report.endswith("All ranks wait for the same collective: the network is slow, or has lost a message.")

@@ -194,7 +194,7 @@ def test_an_optimizer_made_before_wrapping() -> None:
     bystander = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
     model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(module[0]), *module[1:]))
     model(torch.ones(2, 5)).sum().backward()
-    with pytest.raises(RuntimeError, match="this SGD was made before the model was sharded") as error:
+    with pytest.raises(RuntimeError, match="this SGD was created before the model was sharded") as error:
         early.step()
     for name in ("weight of Linear", "bias of Linear", "2.weight of Sequential", "2.bias of Sequential"):
         assert name in str(error.value)

@@ -205,7 +205,7 @@ def test_an_attribute_that_is_no_parameter_any_more_is_named(state: str) -> None
         handle.wait_for_unshard()
     with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'odd'"):  # as without sharding
         module.odd = torch.zeros(7)
-    with pytest.raises(RuntimeError, match="'odd' of this Odd is sharded, and cannot be"):
+    with pytest.raises(RuntimeError, match="'odd' of this Odd is sharded, and can no longer be"):
         del module.odd
     module.odd = None  # type: ignore[assignment]
     handle.reshard()  # memory is given back whatever was done to the modules

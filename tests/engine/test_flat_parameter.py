@@ -59,7 +59,7 @@ def test_it_flattens_plain_parameters_only(stranger: Any) -> None:
     ids=["dtype", "device", "frozen"],
 )
 def test_parameters_that_differ_are_named(other: nn.Parameter, listing: str) -> None:
-    with pytest.raises(ValueError, match=f"flattens parameters of one {listing}. Make one for each"):
+    with pytest.raises(ValueError, match=f"flattens parameters of one {listing}. Create a FlatParameter for each"):
         FlatParameter([*params((2,)), other], names=["a", "b"])
 
 

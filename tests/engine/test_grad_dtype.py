@@ -234,7 +234,7 @@ def test_different_ones_for_parameters_that_are_sharded_together_are_an_error(fo
     model = sharded(Weights(grad_dtype=BRAIN), form)
     next(model.parameters()).grad_dtype = SINGLE
     with pytest.raises(
-        ValueError, match=r"different values of grad_dtype after sharding \(torch.bfloat16, torch.float32"
+        ValueError, match=r"different values of grad_dtype since sharding \(torch.bfloat16, torch.float32"
     ):
         backward(model, 1.0)
 
@@ -243,7 +243,7 @@ def test_different_ones_for_parameters_that_are_sharded_together_are_an_error(fo
 def test_optimizers_of_torch_that_cannot_take_them_say_so() -> None:
     model = model_of("flat")
     backward(model, 1.0)
-    with pytest.raises(RuntimeError, match=r"AdamW takes .*bfloat16.*grad_dtype keeps them in torch\.float32"):
+    with pytest.raises(RuntimeError, match=r"AdamW requires .*bfloat16.*grad_dtype keeps them in torch\.float32"):
         torch.optim.AdamW(model.parameters()).step()
 
 

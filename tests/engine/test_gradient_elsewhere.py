@@ -41,7 +41,9 @@ def far(value: float) -> Tensor:
 def test_it_cannot_be_read_before_it_is_brought() -> None:
     param = flat()
     param.hold_gradient(far(1))
-    message = r"the gradient of a flat parameter with weight is kept on meta and the parameter on cpu, as move_params"
+    message = (
+        r"the gradient of a flat parameter with weight is kept on meta and the parameter on cpu, as set by move_params"
+    )
     for read in (torch.sum, torch.clone, lambda grad: grad + 1, lambda grad: grad.add_(1), lambda grad: grad.tolist()):
         with pytest.raises(RuntimeError, match=message):
             read(param.grad)

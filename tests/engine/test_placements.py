@@ -164,9 +164,9 @@ def test_what_is_no_number_of_ranks() -> None:
         (UNSHARDED, UNSHARDED, S_R, "gradients must be PARTIAL or SHARDED. PARTIAL accumulates .*(SHARD_OPTIM)"),
         (UNSHARDED, S_R, UNSHARDED, "gradients must be PARTIAL or REPLICATED"),
         (UNREDUCED, S_R, S_R, "PARTIAL along the shard axis is for gradients, not for parameters: use REPLICATED"),
-        (S_R, S_R, Placed(OWNED, REPLICATED), "OWNED along the shard axis: .*use fsdp.OwnedOptimizer"),
-        (UNSHARDED, Placed(PARTIAL, REPLICATED), S_R, "got REPLICATED, use PARTIAL"),
-        (Placed(REPLICATED, SHARDED), S_S, S_S, "gather them along the replica axis first"),
+        (S_R, S_R, Placed(OWNED, REPLICATED), "OWNED along the shard axis is not supported.*use fsdp.OwnedOptimizer"),
+        (UNSHARDED, Placed(PARTIAL, REPLICATED), S_R, "REPLICATED along the replica axis, which .*use PARTIAL"),
+        (Placed(REPLICATED, SHARDED), S_S, S_S, "and REPLICATED along the shard axis: use"),
         (UNSHARDED, UNREDUCED, Placed(REPLICATED, SHARDED), "shard it along the shard axis first"),
     ],
 )
@@ -182,7 +182,7 @@ def test_what_is_no_pair(given: Any) -> None:
 
 
 def test_a_number_of_ranks_is_for_parameters_that_are_sharded_between_uses() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward=2 is for parameters that are as sharded as"):
+    with pytest.raises(ValueError, match="reshard_after_forward=2 requires parameters that are sharded like"):
         Placements(parameters=UNSHARDED, gradients=S_R, optimizer=S_R, reshard_after_forward=2)
 
 
@@ -192,7 +192,7 @@ FULL: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD}
 @pytest.mark.parametrize("other", [FULL, {"reshard_after_forward": False}])
 def test_placements_beside_what_they_replace(other: dict[str, Any]) -> None:
     options = {"process_group": Alone(), "placements": Placements.from_strategy(), **other}
-    with pytest.raises(ValueError, match=f"placements and {next(iter(other))} both set where parameters are"):
+    with pytest.raises(ValueError, match=f"placements and {next(iter(other))} both determine where"):
         FullyShardedDataParallel(nn.Linear(2, 2), **options)
 
 

@@ -161,7 +161,7 @@ def test_rows_of_bytes_beside_parameters_that_are_sharded_as_bytes_have_blocks()
         made.register_parameter("packed", nn.Parameter(Rows8.of(torch.ones(3, 3)), requires_grad=False))
         return made
 
-    with pytest.raises(ValueError, match="codes: 3 rows of 4 elements for each of 2 ranks are no whole blocks of 8"):
+    with pytest.raises(ValueError, match="codes: 3 rows of 4 elements on each of 2 ranks are not a multiple"):
         fully_shard(module(6), placements=in_blocks(8))
     model = fully_shard(module(8), placements=in_blocks(8))
     (handle,) = fsdp.flat_param_handles(model)
@@ -171,7 +171,7 @@ def test_rows_of_bytes_beside_parameters_that_are_sharded_as_bytes_have_blocks()
 @on_ranks(2)
 def test_rows_that_hold_whole_blocks_are_divided_and_others_are_an_error() -> None:
     module = nn.Linear(8, 6)
-    wrong = "bias: 3 rows of 1 elements for each of 2 ranks are no whole blocks of 8 elements.*ignored_params"
+    wrong = "bias: 3 rows of 1 elements on each of 2 ranks are not a multiple of the block of 8 .*ignored_params"
     with pytest.raises(ValueError, match=wrong):
         fully_shard(copy.deepcopy(module), placements=in_blocks(8))
     model = fully_shard(module, placements=in_blocks(8), ignored_params={module.bias})

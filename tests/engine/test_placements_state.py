@@ -225,7 +225,7 @@ def test_ranks_with_different_numbers_of_batches(strategy: str) -> None:
     model, optimizer = build(strategy, "flat")
     counts = [3, 5, 4, 1]
     if strategy == "SHARD_OPTIM":
-        with pytest.raises(NotImplementedError, match="the step reduces, and ranks that have finished"):
+        with pytest.raises(NotImplementedError, match="the step reduces, but ranks that have finished"):
             fsdp.join(model, optimizer).__enter__()
         return
     with fsdp.join(model, optimizer):
@@ -252,7 +252,7 @@ def test_ranks_with_different_numbers_of_batches(strategy: str) -> None:
 def test_layers_that_sum_along_one_axis_are_refused() -> None:
     model, _ = build("HYBRID_SHARD_OPTIM", "flat")
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), dist.get_rank())
-    with pytest.raises(ValueError, match="summed over 2 replicas besides, along the replica axis"):
+    with pytest.raises(ValueError, match="also summed over 2 replicas, along the replica axis"):
         model.register_comm_hook(None, lambda state, gradient, shard: None)
     with pytest.raises((ValueError, RuntimeError), match="is sharded and replicated"):
         fsdp.SameBits(model, 4)

@@ -77,7 +77,7 @@ def test_what_is_neither_a_flag_nor_our_policy_is_not_taken_for_float16(wrong: A
     [("fp32_reduce_scatter", True), ("compute_dtype", HALF), ("buffer_dtype", SINGLE), ("force_input_to_fp32", True)],
 )
 def test_a_policy_has_no_flag_beside_it(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"mixed_precision is a MixedPrecision, .*: {name} cannot be given beside it"):
+    with pytest.raises(ValueError, match=f"mixed_precision is a MixedPrecision, .*: {name} cannot be combined with it"):
         alone(layers(), mixed_precision=MixedPrecision(), **{name: value})
 
 
@@ -206,7 +206,7 @@ def test_fairscales_master_is_float32(dtype: torch.dtype) -> None:
 def test_a_policys_master_holds_what_is_computed(own: torch.dtype, param_dtype: torch.dtype) -> None:
     odd = layers()
     odd[1].to(own)
-    with pytest.raises(ValueError, match=f"weight is {own}, which cannot hold .* param_dtype={param_dtype}"):
+    with pytest.raises(ValueError, match=f"weight is {own}, which cannot represent .* param_dtype={param_dtype}"):
         alone(odd, mixed_precision=MixedPrecision(param_dtype=param_dtype))
 
 
@@ -260,7 +260,7 @@ def test_a_policys_master_can_be_cast_to_what_holds_more() -> None:
 def test_a_policys_master_cannot_be_cast_to_what_holds_less() -> None:
     model = alone(layers(), mixed_precision=MixedPrecision(param_dtype=BRAIN))
     with pytest.raises(
-        ValueError, match=r"after this cast .*float16, which cannot hold what is computed in param_dtype"
+        ValueError, match=r"after this cast .*float16, which cannot represent values computed in param_dtype"
     ):
         model.half()
     assert dtypes_of(model) == (SINGLE, BRAIN, BRAIN)

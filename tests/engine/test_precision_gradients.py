@@ -305,7 +305,7 @@ def test_optimizers_that_cannot_take_them_say_so(optimizer: Any) -> None:
     backward(model, 1.0)
     before = model.state_dict()
     with pytest.raises(
-        RuntimeError, match=rf"{optimizer.__name__} takes .*float32.*keep_low_precision_grads=True.*bfloat16"
+        RuntimeError, match=rf"{optimizer.__name__} requires .*float32.*keep_low_precision_grads=True.*bfloat16"
     ):
         optimizer(model.parameters()).step()
     assert_same_state(model.state_dict(), before)

@@ -70,7 +70,7 @@ def file(pattern: str, change: Callable[[Path], Any]) -> Action:
     return lambda job: change(job.file(pattern))
 
 
-KEPT = r"saved is a complete checkpoint: that from before, or this one if all ranks had written it"
+KEPT = r"saved is a complete checkpoint: the previous one, or this one if all ranks had written it"
 
 
 def flip(path: Path) -> None:

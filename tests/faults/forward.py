@@ -64,7 +64,7 @@ FAULTS = {
             in_forward(raises(IndexError("no such word"))), victim=None, rank="IndexError",
             after="kept train train trained"),
         forward("a bit changes on its way", "values", flips_a_bit, program="check_messages setup train train train",
-            rank="what has come from rank 1 has other bits", unit=GATHER,
+            rank="a message from rank 1 was damaged in transit", unit=GATHER,
             remedy=r"fsdp\.recover\(model\), on every rank"),
         forward("out of memory in the forward", "memory",
             in_forward(raises(torch.OutOfMemoryError("Tried to allocate 20 MiB"))),

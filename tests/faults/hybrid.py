@@ -33,7 +33,7 @@ FAULTS = {
         hybrid("a state dict on one replica", "extra calls", also("state_dict"), at="batch 2", unit=r"state_dict\(\)"),
         hybrid("a replica drifts", "values", damage, at="batch 2",
             program="mesh compare_replicas setup train train train pause train", rank=r"ranks? 1\b",
-            unit="head.weight of unit 'root", remedy="go on from a checkpoint", by="victim"),
+            unit="head.weight of unit 'root", remedy="continue from an earlier checkpoint", by="victim"),
         hybrid("a replica is written on one rank", "values", write(0.0), at="batch 2", program=HYBRID + " pause train",
             unit="the shard of root", remedy="on every rank"),
         hybrid("other values", "values", assigns(seed=1),

@@ -85,13 +85,13 @@ def number(param: Tensor) -> Any:
         (partial(nn.ParameterList, [nn.Parameter(torch.ones(2))]), ValueError, "ParameterList has no forward"),
         (WithoutForward, ValueError, "WithoutForward has no forward"),
         (int, TypeError, "shards an nn.Module, got a int"),
-        (list, ValueError, "was given no modules"),
+        (list, ValueError, "got no modules"),
         (partial(list, "ab"), TypeError, "shards an nn.Module, got a str"),
-        (twice, ValueError, "sharded already: call fully_shard once"),
+        (twice, ValueError, "sharded already: call fully_shard only once"),
         (wrapped, ValueError, "FullyShardedDataParallel"),
         (with_wrapper_inside, ValueError, "Sequential has a FullyShardedDataParallel inside"),
         (of_torch_quantisation, TypeError, "steps.*qint8"),
-        (of_dtensors, ValueError, r"weight is a DTensor .* no other dimension of the same mesh.*mesh=mesh\[\"dp\"\]"),
+        (of_dtensors, ValueError, r"weight is a DTensor .* not another dimension of the same .*mesh=mesh\[\"dp\"\]"),
     ],
     ids=[
         "module_list", "module_dict", "parameter_list", "without_forward", "number", "empty", "list",
@@ -224,7 +224,7 @@ def test_no_offload_policy_is_the_default() -> None:
 @on_ranks(1)
 def test_a_dtype_that_cannot_hold_what_is_computed() -> None:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16, which cannot hold"):
+    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16, which cannot represent"):
         fsdp.fully_shard(linear().bfloat16(), mp_policy=policy)
 
 

@@ -142,7 +142,7 @@ def test_an_optimizer_of_unsharded_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.reshard()
     once(model, INPUTS)
-    with pytest.raises(RuntimeError, match=r"this SGD was made .*entry.weight of .*, unsharded"):
+    with pytest.raises(RuntimeError, match=r"this SGD was created .*entry.weight of .*, unsharded"):
         optimizer.step()
 
 

@@ -221,7 +221,7 @@ class Experts(nn.Module):
 @on_ranks(2)
 def test_a_module_has_its_own_parameters_on_one_mesh() -> None:
     placed = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(mesh=mesh_of(2, 1)))
-    with pytest.raises(ValueError, match=r"parameters of the Linear itself on .*a module inside"):
+    with pytest.raises(ValueError, match=r"parameters of the Linear itself on .*an inner module"):
         fsdp.fully_shard(nn.Linear(3, 3), mesh=mesh_of(2), shard_placement_fn=lambda _: placed)
 
 

@@ -399,7 +399,7 @@ def test_files_of_pairs_do_not_load_into_other_parameters(tmp_path: Path) -> Non
             layer.add_module(name, nn.Module())
             layer.get_submodule(name).weight = nn.Parameter(torch.zeros(2, *shape))
     model = fully_shard(nn.Sequential(*layers))
-    with pytest.raises(RuntimeError, match=r"0\.0\.weight in .* is 2 inner tensors, and the model's is a tensor"):
+    with pytest.raises(RuntimeError, match=r"0\.0\.weight in .* is 2 inner tensors, but the model's is a tensor"):
         fsdp.load(tmp_path / "saved", model)
 
 

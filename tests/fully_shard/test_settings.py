@@ -229,7 +229,7 @@ def test_settings_that_are_out_of_range() -> None:
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="not sharded"):
         fsdp.share_comm_ctx([nn.Linear(2, 2)])
-    with pytest.raises(NotImplementedError, match="straight into their places"):
+    with pytest.raises(NotImplementedError, match="directly into their parameters"):
         model.set_symm_mem_for_comm()
     fsdp.share_comm_ctx([model])
     model.set_allocate_memory_from_process_group_for_comm(True)
@@ -612,7 +612,7 @@ def test_a_list_of_modules_gets_memory_and_dtype_with_the_model_around_it() -> N
     assert {param.dtype for param in model.parameters()} == {torch.float64}
     model(inputs(0).double()).sum().backward()
     assert model.norm.weight.grad.dtype is torch.float64
-    with pytest.raises(RuntimeError, match="cannot be cast or moved apart from its unit"):
+    with pytest.raises(RuntimeError, match="cannot be cast or moved separately from its unit"):
         model.norm.float()
 
 

@@ -316,7 +316,7 @@ def test_state_that_another_rank_has_saved_for_itself_is_an_error(tmp_path: Path
     torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     weights, states = torch.load(tmp_path / f"rank{1 - dist.get_rank()}.pt", weights_only=False)
-    ranks = rf"saved by rank {1 - dist.get_rank()}, and this is rank {dist.get_rank()}.*fsdp.save"
+    ranks = rf"saved by rank {1 - dist.get_rank()}, but this is rank {dist.get_rank()}.*fsdp.save"
     with pytest.raises(RuntimeError, match=rf"0\.weight.*{ranks}"):
         model.load_state_dict(weights)
     with pytest.raises(RuntimeError, match=rf"exp_avg.*{ranks}"):

@@ -473,8 +473,8 @@ class AtOneOffset(Pair):
     [
         (AtOneOffset, r"inner.0.0.weight is a AtOneOffset, which cannot be created around parts of one storage"),
         (WithoutPost, r"inner.0.0.weight is a WithoutPost, which has no fsdp_post_all_gather"),
-        (OfTwoShapes, r"inner.0.0.weight is a OfTwoShapes, whose values are not plain tensors of its shape.*freeze"),
-        (Quantised, r"inner.0.0.weight is a Quantised, whose values are not plain tensors"),
+        (OfTwoShapes, r"inner.0.0.weight is a OfTwoShapes: .*must name plain tensors of its shape.*freeze"),
+        (Quantised, r"inner.0.0.weight is a Quantised: .*must name plain tensors"),
     ],
 )
 @on_ranks(1)

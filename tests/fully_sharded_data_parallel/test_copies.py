@@ -336,6 +336,9 @@ def test_a_copy_inside_summon_full_params_is_refused(travel: Travel, options: di
     model = nested(fully_sharded(**options))
     inner = model.module.module.trunk
     for summoned, copied in ((model, model), (model, inner), (inner, model), (inner, nn.Sequential(model))):
-        with summoned.summon_full_params(), pytest.raises(RuntimeError, match="a copy would hold unsharded parameters"):
+        with (
+            summoned.summon_full_params(),
+            pytest.raises(RuntimeError, match="a copy would contain unsharded parameters"),
+        ):
             travel(copied)
     train(travel(model), sgd_with_momentum(model.parameters()), 0)

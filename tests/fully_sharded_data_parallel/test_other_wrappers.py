@@ -24,23 +24,23 @@ from tests.helpers.twins import batch
 def test_distributed_data_parallel_around_what_is_sharded_is_refused() -> None:
     model = nested_mlp(fully_sharded())
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given NestedMlp.*Leave it out"):
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel got NestedMlp.*Remove DistributedDataParallel"):
         DistributedDataParallel(model)
     assert all(map(torch.equal, model.parameters(), before))
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given Linear.*Leave it out"):
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel got Linear.*Remove DistributedDataParallel"):
         DistributedDataParallel(fsdp.fully_shard(nn.Linear(4, 4)))
     # A unit further inside shows when it runs.
     part = nested_mlp(keep)
     part.trunk = fully_sharded()(part.trunk)
     ddp = DistributedDataParallel(part)
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given .*Sequential.*Leave it out"):
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel got .*Sequential.*Remove DistributedDataParallel"):
         ddp(torch.ones(2, 5))
     # Nor does it average what is not spread over ranks: gradients do not come by autograd.
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given NestedMlp"):
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel got NestedMlp"):
         DistributedDataParallel(nested_mlp(fully_sharded(process_group=Alone())))
     # Under another name than those that it is to ignore it takes the parameter all the same, and averages nothing.
     part = ignored_in_ddp([name for name, _ in mixed().named_parameters()])
-    with pytest.raises(RuntimeError, match=r"has been given .*Sequential.*named_parameters\(remove_duplicate=False\)"):
+    with pytest.raises(RuntimeError, match=r"got .*Sequential.*named_parameters\(remove_duplicate=False\)"):
         part(torch.ones(2, 5))
 
 
@@ -84,7 +84,7 @@ def test_a_unit_that_distributed_data_parallel_ignores_trains_with_the_rest(form
 @on_ranks(2)
 def test_torchs_wrapper_around_what_is_sharded_is_refused(form: dict[str, Any]) -> None:
     model = nested_mlp(fully_sharded(**form))
-    with pytest.raises(RuntimeError, match=r"is sharded.*leave out torch's FullyShardedDataParallel around"):
+    with pytest.raises(RuntimeError, match=r"is sharded.*do not use torch's"):
         torchs.FullyShardedDataParallel(model, device_id=torch.device("cpu"), **form)
 
 
@@ -105,7 +105,7 @@ def test_what_torch_has_sharded_is_refused_inside(by: str) -> None:
 def test_replicas_of_what_is_sharded_are_refused() -> None:
     # As torch.nn.parallel.replicate does with every module that it is given.
     for model in (nested_mlp(fully_sharded()), fsdp.fully_shard(nested_mlp(keep))):
-        with pytest.raises(RuntimeError, match=r"DataParallel has been given .*NestedMlp.*one process for each device"):
+        with pytest.raises(RuntimeError, match=r"DataParallel got .*NestedMlp.*one process for each device"):
             model._replicate_for_data_parallel()
 
 
@@ -115,6 +115,6 @@ def test_what_torch_jit_would_make_of_shards_is_refused() -> None:
     for model in (nested_mlp(fully_sharded()), fsdp.fully_shard(nested_mlp(keep))):
         for make in (torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 5))):
             for given in (model, nn.Sequential(model)):
-                with pytest.raises(RuntimeError, match=r"torch.jit has been given .*load it into the plain model by"):
+                with pytest.raises(RuntimeError, match=r"torch.jit got .*load it into the plain model with"):
                     make(given)
         model(torch.ones(2, 5)).sum().backward()

@@ -297,8 +297,8 @@ class Case:
 
 
 SEEDS = r"other values than rank 0 of last\.weight.*Seed all ranks alike"
-LATE = r"SGD was made before the model was sharded.*Make it after sharding"
-ROWS = WARNED + r"Adafactor goes by the rows, columns or norms.*OwnedOptimizer"
+LATE = r"SGD was created before the model was sharded.*Create it after sharding"
+ROWS = WARNED + r"Adafactor needs the rows, columns or norms.*OwnedOptimizer"
 CASES = (
     Case("Replicas without shards", replicas_without_shards),
     Case("Clipping by the norm of a shard", clipping),

@@ -232,7 +232,7 @@ def test_small_reductions_wait_for_each_other() -> None:
     assert not found
     reduce("large", (2**20,))
     assert list(found) == ["large"]
-    with pytest.raises(RuntimeError, match=r"1 reductions of torch\.float32 wait; call flush\(\)"):
+    with pytest.raises(RuntimeError, match=r"1 reductions of torch\.float32 are pending: call flush\(\)"):
         bucketer.teardown()
     reduce("fills", (80000,))  # of 87381 for each rank
     reduce("next", (80000,))

@@ -67,14 +67,16 @@ def test_optimizers_of_other_parameters_are_refused() -> None:
     for kind, options, message in (
         (Early, {}, "parameter 0 of group 0, of shape .*before the model was wrapped.*configure_optimizers"),
         (Early, flat, "parameter 0 of group 0, of shape .*taken before the model was wrapped"),
-        (Elsewhere, {}, r"of shape \[2, 2\], is not of the sharded model. Either its layer is no submodule"),
+        (Elsewhere, {}, r"of shape \[2, 2\], is not of the sharded model. Either its layer is not a submodule"),
         (Nothing, flat, "no parameters of the sharded model.*self.trainer.model.parameters()"),
         (Outside, flat, r"no optimizer steps .*flat_param.*self\.trainer\.model\.parameters\(\)"),
     ):
         trainer = lit.trainer(strategy=lit.fsdp.lightning.FullyShardedStrategy(**options))
         with pytest.raises(ValueError, match=message):
             lit.fitted(kind(), trainer)
-    with pytest.raises(RuntimeError, match="LBFGS goes by products over all parameters"):  # by its step, as anywhere
+    with pytest.raises(
+        RuntimeError, match="LBFGS needs inner products over all parameters"
+    ):  # by its step, as anywhere
         lit.fitted(Steep(), lit.trainer())
 
 
@@ -114,7 +116,7 @@ def test_a_configure_model_that_builds_twice_is_refused() -> None:
 
     module = Careless()
     trainer = lit.fitted(module, lit.trainer())
-    with pytest.raises(RuntimeError, match=r"head is another module now.*return immediately"), lit.quiet():
+    with pytest.raises(RuntimeError, match=r"head is a different module now.*return immediately"), lit.quiet():
         trainer.validate(module, lit.batches(), verbose=False)
 
 
@@ -128,7 +130,7 @@ def test_manual_optimization_needs_modules_to_call() -> None:
             super().__init__(None, 1)
             self.factor = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(ValueError, match=r"factor of shape \[3\] must lie in a module that training_step calls"):
+    with pytest.raises(ValueError, match=r"factor of shape \[3\] must be in a module that training_step calls"):
         lit.fitted(Bare(), lit.trainer())
 
 

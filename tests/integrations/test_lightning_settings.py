@@ -181,7 +181,7 @@ def test_another_function_is_told_once_it_is_not_called() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="auto_wrap_policy")
         lit.fitted(module, lit.trainer(strategy=make(auto_wrap_policy=policy)))
-    with pytest.warns(UserWarning, match="auto_wrap_policy of this Trainer's strategy is another function"):
+    with pytest.warns(UserWarning, match="auto_wrap_policy of this Trainer's strategy differs from the function"):
         lit.fitted(module, lit.trainer(strategy=make(auto_wrap_policy=module_wrap_policy({nn.Linear}))))
 
 
@@ -196,8 +196,12 @@ def test_errors_about_precision_name_the_trainers_argument() -> None:
     half = torch.float16
     for options, precision, message in (
         ({"fp32_reduce_scatter": True}, "32-true", "needs precision='bf16-mixed' or '16-mixed' of the Trainer, got"),
-        ({"compute_dtype": half}, "32-true", "compute_dtype=torch.float16 does not fit precision='32-true'.*'16-true'"),
-        ({"compute_dtype": torch.float32}, "16-true", "does not fit precision='16-true'.*computes in torch.float16"),
+        (
+            {"compute_dtype": half},
+            "32-true",
+            "torch.float16 conflicts with precision='32-true'.*'16-true'",
+        ),
+        ({"compute_dtype": torch.float32}, "16-true", "conflicts with precision='16-true'.*computes in torch.float16"),
         ({"buffer_dtype": half}, "bf16-mixed", "buffer_dtype cannot be combined with precision='bf16-mixed'"),
         ({"force_input_to_fp32": True}, "bf16-mixed", "force_input_to_fp32 cannot be combined with precision='bf16"),
     ):

@@ -164,7 +164,7 @@ def test_a_part_of_a_unit_is_not_cast_apart(part: str, layout: str) -> None:
     model = one_unit(fully_sharded(**LAYOUTS[layout]))
     before = model.state_dict()
     for cast in (to_double, to_half, to_bfloat16):
-        with pytest.raises(RuntimeError, match=PARTS[part] + r" cannot be cast or moved apart from its unit"):
+        with pytest.raises(RuntimeError, match=PARTS[part] + r" cannot be cast or moved separately from its unit"):
             cast(find(model, part))
         after = model.state_dict()
         assert {name: value.dtype for name, value in after.items()} == {n: v.dtype for n, v in before.items()}
@@ -262,7 +262,9 @@ class Casting(nn.Module):
 def test_a_cast_in_forward_that_changes_nothing_is_allowed(form: str) -> None:
     assert_trains(lambda: Casting(torch.float64), form, _square)
     model = sharded(Casting(torch.float32), form)
-    with pytest.raises(RuntimeError, match=r"cannot (move or cast the module in the middle|be cast or moved apart)"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot (move or cast the module in the middle|be cast or moved separately)"
+    ):
         model(torch.randn(4, 5))
 
 

@@ -327,6 +327,6 @@ def _step_in_groups(given: dict[str, Any], rule: Callable[[str, Any], bool], is_
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             optimizer.step()
-        said = [str(one.message) for one in seen if "do not tell them apart" in str(one.message)]
+        said = [str(one.message) for one in seen if "do not distinguish them" in str(one.message)]
         assert len(said) == is_noticed, (given, rule, said)
         is_noticed = False  # once

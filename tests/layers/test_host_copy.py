@@ -164,7 +164,7 @@ def test_other_values_are_refused(given: Any) -> None:
 
 def test_parameters_that_are_kept_from_step_to_step_are_not_kept_on_the_host() -> None:
     zero_2 = fsdp.Placements.from_strategy(fsdp.ShardingStrategy.SHARD_OPTIM_GRADS)
-    with pytest.raises(ValueError, match="reshard_after_forward='host' is for parameters that are as sharded as"):
+    with pytest.raises(ValueError, match="reshard_after_forward='host' requires parameters that are sharded like"):
         zero_2.resharded("host")
 
 

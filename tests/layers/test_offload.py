@@ -75,10 +75,10 @@ FOLDER = {"offload": "disk", "offload_folder": NOWHERE}
     ("options", "message"),
     [
         ({"offload": "gpu"}, r"offload must be None, 'cpu' or 'disk', got 'gpu'"),
-        ({"offload": "cpu", "move_params_to_cpu": True}, r"offload='cpu' says where .* leave move_params_to_cpu"),
-        ({"offload": "cpu", "cpu_offload": True}, r"offload='cpu' says where .* cpu_offload"),
-        ({"offload": "cpu", "move_grads_to_cpu": False}, r"offload='cpu' says where .* move_grads_to_cpu"),
-        (FOLDER | {"move_params_to_cpu": True}, r"offload='disk' says where .* leave move_params_to_cpu"),
+        ({"offload": "cpu", "move_params_to_cpu": True}, r"offload='cpu' determines where .* omit move_params_to_cpu"),
+        ({"offload": "cpu", "cpu_offload": True}, r"offload='cpu' determines where .* cpu_offload"),
+        ({"offload": "cpu", "move_grads_to_cpu": False}, r"offload='cpu' determines where .* move_grads_to_cpu"),
+        (FOLDER | {"move_params_to_cpu": True}, r"offload='disk' determines where .* omit move_params_to_cpu"),
         ({"offload": "disk"}, r"offload='disk' needs offload_folder"),
         ({"offload_folder": NOWHERE}, r"offload_folder and keep_offload_files are for offload='disk'"),
         ({"offload": "cpu", "keep_offload_files": True}, r"are for offload='disk'"),
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     module = nn.Linear(2, 3)
     for folder in (tmp_path / "file", str(tmp_path / "file" / "below")):
-        with pytest.raises(ValueError, match=rf"offload_folder='{folder}' cannot be used: .*Name a folder on a disk"):
+        with pytest.raises(ValueError, match=rf"offload_folder='{folder}' cannot be used: .*Pass a folder on a disk"):
             alone(module, offload="disk", offload_folder=folder)
     assert alone(module)(torch.ones(1, 2)).shape == (1, 3)  # nothing was taken over
 

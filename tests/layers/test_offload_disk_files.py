@@ -238,7 +238,7 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-NO_ROOM = r"offload='disk': cannot make a file of \d+ bytes for .*No space left.* \d+ bytes free. Make room"
+NO_ROOM = r"offload='disk': cannot make a file of \d+ bytes for .*No space left.* \d+ bytes free. Free space"
 
 
 def test_a_disk_that_is_too_small_for_the_shards_is_an_error(tmp_path: Path) -> None:

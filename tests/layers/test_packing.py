@@ -103,7 +103,9 @@ def test_what_is_unpacked_shares_the_memory_of_the_bytes() -> None:
 )
 def test_a_value_in_another_form_is_an_error(other: Tensor) -> None:
     packing = Packing("layer.weight", Rows8.of(torch.randn(3, 5)))
-    with pytest.raises(ValueError, match=r"layer\.weight is Rows8 \[3, 5\] of \(values \[3, 5\] int8, .*cannot take"):
+    with pytest.raises(
+        ValueError, match=r"layer\.weight is Rows8 \[3, 5\] of \(values \[3, 5\] int8, .*cannot be set to"
+    ):
         packing.pack(other)
 
 
@@ -120,7 +122,7 @@ def test_devices_in_metadata_are_those_of_the_bytes() -> None:
     here: Any = packing.unpack(torch.empty(packing.nbytes, dtype=torch.uint8, device="meta"))
     assert here.metadata == {"devices": (torch.device("meta"), [3])}
     packing.check(Bundle({"part": torch.ones(2)}, {"devices": (torch.device("cuda", 1), [3])}))
-    with pytest.raises(ValueError, match="cannot take"):
+    with pytest.raises(ValueError, match="cannot be set to"):
         packing.check(Bundle({"part": torch.ones(2)}, {"devices": (torch.device("cpu"), [4])}))
 
 
@@ -136,12 +138,12 @@ class Failing(Bundle):
 
 
 def test_exceptions_of_a_class_name_the_parameter() -> None:
-    with pytest.raises(TypeError, match=r"layer\.weight: a Failing cannot be taken apart \(AttributeError.*ignored"):
+    with pytest.raises(TypeError, match=r"layer\.weight: a Failing cannot be flattened .*\(AttributeError.*ignored"):
         Packing("layer.weight", Failing({"part": torch.ones(2)}, "flatten"))
     packing = Packing("layer.weight", Failing({"part": torch.ones(2)}, "unflatten"))
-    with pytest.raises(TypeError, match=r"layer\.weight: Failing .* cannot be put together .*wrong inner.*ignored"):
+    with pytest.raises(TypeError, match=r"layer\.weight: Failing .* cannot be rebuilt .*wrong inner.*ignored"):
         packing.unpack(torch.zeros(packing.nbytes, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"layer\.weight is Failing .*cannot take this value: .*taken apart"):
+    with pytest.raises(ValueError, match=r"layer\.weight is Failing .*cannot be set to this value: .*flattened"):
         packing.check(Failing({"part": torch.ones(2)}, "flatten"))
 
 

@@ -227,7 +227,7 @@ def test_a_report_says_which_unit_was_waited_for_and_what_it_holds(ranks: RankPo
 
 def _reported() -> tuple[Any, Any]:
     model = slow_layers()
-    with pytest.raises(RuntimeError, match=r"nothing is counted where no trace is recorded"):
+    with pytest.raises(RuntimeError, match=r"no trace was recorded"):
         model.report()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer)
@@ -305,7 +305,7 @@ def test_misuse_is_told() -> None:
         trace.save("nowhere.json")
     with trace:
         model(torch.ones(1, 4))
-    with pytest.raises(RuntimeError, match="has been recorded: make another one"), trace:
+    with pytest.raises(RuntimeError, match="is complete: create another one"), trace:
         pass
 
 

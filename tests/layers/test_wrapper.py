@@ -158,7 +158,7 @@ def test_a_parameter_is_assigned_to_the_module_and_a_new_one_is_an_error() -> No
 def test_an_option_that_is_assigned_after_wrapping_is_an_error(option: str) -> None:
     model = alone(nn.Linear(3, 3))
     before = getattr(model, option)
-    with pytest.raises(AttributeError, match=f"{option} of a FullyShardedDataParallel is settled when.* constructor"):
+    with pytest.raises(AttributeError, match=f"{option} of a FullyShardedDataParallel is fixed when.* constructor"):
         setattr(model, option, before)
     assert getattr(model, option) == before
 

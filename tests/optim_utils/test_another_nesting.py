@@ -22,7 +22,7 @@ from tests.helpers.pairs import parametrize_pairs
 
 EQUAL, UNEQUAL = (4, 4, 4, 4), (4, 6, 3, 5)
 OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
-SAME_MODULES = r"goes by numbers without names.*wrap the same modules as when it was saved"
+SAME_MODULES = r"has numbers instead of names.*wrap the same modules as when it was saved"
 Load = Callable[[Any, torch.optim.Optimizer, Any], None]
 
 
@@ -281,7 +281,7 @@ def test_names_without_an_order_need_the_optimizer_if_the_model_lists_others_fir
     model = layers(**WRAPPINGS["flat"])
     full = stepped(model, adam(model))
     other = layers(**WRAPPINGS["original"])
-    with pytest.raises(ValueError, match=r"may be the optimizer's: pass the optimizer as well, by .*shard_full_optim"):
+    with pytest.raises(ValueError, match=r"perhaps the optimizer's: pass the optimizer as well: .*shard_full_optim"):
         other.get_shard_from_optim_state_dict(full)
     second = adam(other)
     _by_shard_full(other, second, full)

@@ -361,9 +361,9 @@ def test_another_model_is_refused_before_anything_is_changed() -> None:
     model, other = nested(fully_sharded()), recurrent(fully_sharded())
     ema = fsdp.EMA(model)
     before = state_of(ema), state_of(other)
-    with pytest.raises(ValueError, match="this average is of another model: it has 4 parameters on this rank"):
+    with pytest.raises(ValueError, match="this average belongs to another model: it has 4 parameters on this rank"):
         ema.update_parameters(other)
-    with pytest.raises(ValueError, match="Make a new EMA of it"), ema.applied_to(other):
+    with pytest.raises(ValueError, match="Create a new EMA of this model"), ema.applied_to(other):
         pass
     assert_same_state(state_of(ema), before[0])
     assert_same_state(state_of(other), before[1])

@@ -61,7 +61,7 @@ def test_what_is_no_optimizer_and_no_rank_is_refused() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"state": {}, "param_groups": [{"params": [0, 1, 2]}]}
 
-    with pytest.raises(ValueError, match=r"has 3 parameters, the model has \d+, and it shows no param_groups"):
+    with pytest.raises(ValueError, match=r"has 3 parameters, but the model has \d+, and without param_groups"):
         model.gather_full_optim_state_dict(Unknown())
     with pytest.raises((ValueError, OtherRankError), match="one of the 2 ranks, got 2"):
         model.gather_full_optim_state_dict(optimizer, recipient_rank=2 * dist.get_rank())
@@ -123,17 +123,17 @@ def _spoil(full: dict[str, Any], how: str) -> None:
     ("how", "error", "message"),
     [
         ("shape", ValueError, r"state 'exp_avg' of entry.weight has shape \(2, 2\), and the parameter \(7, 5\)"),
-        ("missing", ValueError, r"something of scale and nothing of entry.weight; the two are in one flat parameter"),
+        ("missing", ValueError, r"has scale, but not entry.weight; the two are in one flat parameter"),
         ("keys", ValueError, r"of scale has 'exp_avg' \(elements .*, and that of entry.weight no 'exp_avg'; the two"),
         ("step", ValueError, r"of scale has 'step' \(2.0\), and that of entry.weight 'step' \(7.0\);.*use_orig_params"),
-        ("number", ValueError, r"has a parameter number 99, and the model has none"),
-        ("nameless", ValueError, r"has a parameter number 99, which 'param_names' in it has no name for"),
-        ("name", ValueError, r"has a parameter 'another.weight', and the model has none.* remove 'param_names'"),
+        ("number", ValueError, r"has a parameter number 99, but the model does not"),
+        ("nameless", ValueError, r"has a parameter number 99 without a name in 'param_names'"),
+        ("name", ValueError, r"has a parameter 'another.weight', but the model does not.* remove 'param_names'"),
         ("names", TypeError, r"'param_names' is a mapping of numbers to names"),
-        ("count", ValueError, r"is of a model with 9 parameters, and this one has 10"),
-        ("map", ValueError, r"goes by numbers and has no 'param_id_map'.*rekey_optim_state_dict"),
+        ("count", ValueError, r"is of a model with 9 parameters, but this one has 10"),
+        ("map", ValueError, r"has numbers as keys and no 'param_id_map'.*rekey_optim_state_dict"),
         ("groups", ValueError, r"scale .*and entry.weight (not in it.*group_by|in parameter groups)"),
-        ("kind", TypeError, r"go by their names or by numbers; in this one by int, str"),
+        ("kind", TypeError, r"are all names or all numbers; got int, str"),
         ("no groups", TypeError, r"has the keys 'state' and 'param_groups'; got a mapping with"),
     ],
 )
@@ -195,17 +195,17 @@ def test_other_groups_are_refused() -> None:
     named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert named is not None
     with pytest.raises(
-        ValueError, match="in parameter groups 0 and 0, and the optimizer state has them in groups 0 and 1"
+        ValueError, match="in parameter groups 0 and 0, but the optimizer state has them in groups 0 and 1"
     ):
         optim_utils.load_full_optim_state_dict(model, adam(model), named)
     some = momentum(model)
     whole = optim_utils.full_optim_state_dict(model, some, recipient_rank=None)
     with pytest.raises(
-        ValueError, match=r"has frozen.weight in its parameter group 0, and the optimizer state has not"
+        ValueError, match=r"has frozen.weight in its parameter group 0, but the optimizer state does not"
     ):
         optim_utils.load_full_optim_state_dict(model, adam(model), whole)
     few = torch.optim.AdamW([dict(model.named_parameters())["idle"]])
-    with pytest.raises(ValueError, match=r"the optimizer state has something of scale, and the optimizer has not"):
+    with pytest.raises(ValueError, match=r"the optimizer state has scale, but the optimizer does not"):
         optim_utils.load_full_optim_state_dict(model, few, named)
 
 
@@ -214,7 +214,7 @@ def test_other_keys_are_refused() -> None:
     full = adam(plain).state_dict()
     with pytest.raises(ValueError, match="to must be 'names' or 'numbers', got 'ids'"):
         optim_utils.rekey_optim_state_dict(full, plain, "ids")
-    with pytest.raises(ValueError, match="the optimizer state has parameters that the model has not: 1"):
+    with pytest.raises(ValueError, match="the optimizer state has parameters that the model does not have: 1"):
         optim_utils.rekey_optim_state_dict(full, nn.Linear(2, 2, bias=False), "names")
     with pytest.raises(ValueError, match="Adam has parameters that are not the module's"):
         optim_utils.rekey_optim_state_dict(full, plain, "names", adam(nn.Linear(2, 2)))
@@ -232,13 +232,13 @@ def sgd_named(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimi
 
 # By its name or its options, what an optimizer of shards warns of.
 WARNINGS: list[tuple[str, dict[str, Any], str]] = [
-    ("Adafactor", {}, r"Adafactor goes by the rows.*ignored_parameters"),
-    ("FusedLAMB", {}, r"FusedLAMB goes by the rows.*ignored_parameters"),
-    ("AdamMini", {}, r"AdamMini goes by the rows.*ignored_parameters"),
-    ("AdamP", {}, r"AdamP goes by the rows.*ignored_parameters"),
-    ("Prodigy", {}, "Prodigy estimates the size of its steps from all parameters"),
-    ("Adai", {}, "Adai takes means or norms over all parameters together"),
-    ("LookSAM", {}, "SAM divides by the norm of all gradients together"),
+    ("Adafactor", {}, r"Adafactor needs the rows.*ignored_parameters"),
+    ("FusedLAMB", {}, r"FusedLAMB needs the rows.*ignored_parameters"),
+    ("AdamMini", {}, r"AdamMini needs the rows.*ignored_parameters"),
+    ("AdamP", {}, r"AdamP needs the rows.*ignored_parameters"),
+    ("Prodigy", {}, "Prodigy estimates its step size from all parameters"),
+    ("Adai", {}, "Adai computes means or norms over all parameters"),
+    ("LookSAM", {}, "SAM divides by the norm of all gradients, but"),
     ("SGD", {"rho": 0.05, "adaptive": False}, "SAM divides by the norm of all"),  # the inner optimizer of SAM
 ]
 
@@ -320,5 +320,5 @@ def test_an_optimizer_that_searches_along_lines_is_refused_where_ranks_have_part
     if dist.get_world_size() == 1:
         assert optimizer.step(closure) > closure()
         return
-    with pytest.raises(RuntimeError, match="LBFGS goes by products over all parameters"):
+    with pytest.raises(RuntimeError, match="LBFGS needs inner products over all parameters"):
         optimizer.step(closure)

@@ -304,7 +304,7 @@ def test_the_command_tells_what_differs(ranks: RankPool, tmp_path: Path, capsys:
     assert others[0].startswith("  A: ")
     assert others[0][5:] != others[1][5:]
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
-    assert "c is not there" in capsys.readouterr().err
+    assert "c does not exist" in capsys.readouterr().err
 
 
 def _record_two(folder: Path) -> None:

@@ -22,7 +22,7 @@ from tests.helpers.parity import alone, fully_sharded
 from tests.optim_utils.test_reshard_optimizer_held import inside
 
 REMEDY = "Wrap with use_orig_params=True"
-ANEW = "Make the optimizer after wrapping"
+ANEW = "Create the optimizer after wrapping"
 
 
 def layers() -> nn.Sequential:
@@ -95,7 +95,7 @@ def test_some_parameters_of_one_flat_parameter() -> None:
     model = layers()
     optimizer = stepped(model, torch.optim.AdamW([p for p in model.parameters() if p is not model[2].bias]))
     wrapped = nest(model)
-    with refused(optimizer, "it holds 2.weight and not 2.bias; the two are in one flat parameter", REMEDY):
+    with refused(optimizer, "it has 2.weight, but not 2.bias; the two are in one flat parameter", REMEDY):
         wrapped.reshard_optimizer(optimizer)
 
 
@@ -175,7 +175,7 @@ def test_state_of_another_shape_or_kind(options: dict[str, Any], state: Any, fou
     optimizer = stepped(model, adamw(model))
     optimizer.state[model[2].weight]["extra"] = state
     wrapped = nest(model, **options)
-    expected = f"this AdamW cannot be handed over: the optimizer's state 'extra' of 2.weight {found}"
+    expected = f"this AdamW cannot be resharded: the optimizer's state 'extra' of 2.weight {found}"
     with refused(optimizer, expected, ANEW):
         wrapped.reshard_optimizer(optimizer)
 
@@ -209,7 +209,7 @@ def test_parameters_of_another_wrapped_model(options: dict[str, Any]) -> None:
     model = layers()
     optimizer = stepped(model, adamw(model))
     other = alone(model, **options)
-    with refused(optimizer, STRANGER, "0.weight of Sequential", "an optimizer each"):
+    with refused(optimizer, STRANGER, "0.weight of Sequential", "separate optimizers"):
         alone(layers(), **options).reshard_optimizer(optimizer)
     other.reshard_optimizer(optimizer)
     with refused(optimizer, STRANGER, "the shard with 0.weight"):
@@ -249,7 +249,7 @@ def test_summoned_copies(options: dict[str, Any]) -> None:
     wrapped = alone(layers(), **options)
     with wrapped.summon_full_params():
         optimizer = adamw(wrapped)
-    with refused(optimizer, "made inside summon_full_params()", "a summoned copy of 0.weight", ANEW):
+    with refused(optimizer, "created inside summon_full_params()", "a summoned copy of 0.weight", ANEW):
         wrapped.reshard_optimizer(optimizer)
 
 
@@ -289,7 +289,7 @@ def test_a_step_without_handing_over_says_how(options: dict[str, Any]) -> None:
     optimizer = stepped(model, adamw(model))
     wrapped = fully_sharded(**options)(model)
     wrapped(torch.ones(2, 5)).sum().backward()
-    with refused(optimizer, "or hand it over with the method reshard_optimizer", "0.weight", error=RuntimeError):
+    with refused(optimizer, "or pass it to reshard_optimizer", "0.weight", error=RuntimeError):
         optimizer.step()
     wrapped.reshard_optimizer(optimizer)  # type: ignore[operator]
     optimizer.step()

@@ -20,7 +20,7 @@ from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
 FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
-OF_ANOTHER = r"into this Adam is of the shards of rank {} of {}, and this rank has those of rank {} of {}.*fsdp\.save"
+OF_ANOTHER = r"into this Adam is for the shards of rank {} of {}, but this rank has those of rank {} of {}.*fsdp\.save"
 
 
 def trained(form: dict[str, Any], steps: int = 1) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:

@@ -144,6 +144,6 @@ class Shows:
 def test_what_copies_itself_ends_on_the_cpu_or_is_named() -> None:
     assert StateDictStager().stage(Shows()).weight.device.type == "cpu"
     with pytest.raises(
-        TypeError, match=rf"the tree\[0\]\['weight'\]: the copy of an object makes a tensor on {ACCELERATOR}"
+        TypeError, match=rf"the tree\[0\]\['weight'\]: the copy of an object contains a new tensor on {ACCELERATOR}"
     ):
         StateDictStager().stage([Hides()])

@@ -77,7 +77,7 @@ def test_pinning_without_an_accelerator_is_an_error(share_memory: bool) -> None:
 def test_pinning_what_is_shared_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp.state_dict_utils.host_memory.accelerator", lambda: torch.device("xpu", 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"go together with CUDA only.*Leave out one of the two"):
+    with pytest.raises(RuntimeError, match=r"can be combined with CUDA only.*Omit one of them"):
         create_cpu_state_dict(TREE, pin_memory=True, share_memory=True)
 
 

@@ -324,7 +324,7 @@ def test_devices_can_be_saved_with_a_copy_and_restored_after_loading(elsewhere: 
 
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3])
 def test_devices_of_another_tree_are_an_error(devices: list[str]) -> None:
-    with pytest.raises(ValueError, match=rf"2 storages and there are {len(devices)} devices"):
+    with pytest.raises(ValueError, match=rf"2 storages, but there are {len(devices)} devices"):
         restore(staged([torch.ones(1), torch.ones(1)]), devices)
 
 

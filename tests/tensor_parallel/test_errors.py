@@ -75,7 +75,7 @@ def test_a_mesh_in_another_order_than_its_ranks_is_refused() -> None:
     mesh = DeviceMesh("cpu", [1, 0])
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
     lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with pytest.raises(ValueError, match=r"weight is a DTensor on .*, along which ranks do not rise"):
+    with pytest.raises(ValueError, match=r"weight is a DTensor on .*, whose ranks are not in ascending order"):
         FullyShardedDataParallel(module, lone)
 
 
@@ -83,7 +83,7 @@ def test_a_mesh_in_another_order_than_its_ranks_is_refused() -> None:
 def test_a_mesh_of_another_device_is_refused() -> None:
     mesh = mesh_of(1, 2)
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
-    with pytest.raises(ValueError, match="weight is a DTensor on a mesh of cpu and would be computed with on meta"):
+    with pytest.raises(ValueError, match="weight is a DTensor on a mesh of cpu but the module computes on meta"):
         over_data(mesh, compute_device="meta")(module)
     model = over_data(mesh)(module)
     with pytest.raises(ValueError, match="mesh of cpu: the module cannot be moved to meta"):
@@ -107,7 +107,7 @@ def test_an_optimizer_made_before_wrapping_is_refused() -> None:
     optimizer = torch.optim.SGD(cut, lr=0.1)
     model = over_data(mesh)(plain)
     model(SENTENCES.batch(torch.Generator(), 2)[0]).sum().backward()
-    with pytest.raises(RuntimeError, match=r"made before the model was sharded.*query\.weight"):
+    with pytest.raises(RuntimeError, match=r"created before the model was sharded.*query\.weight"):
         optimizer.step()
 
 

@@ -166,7 +166,7 @@ def _outlive() -> str:
 
 
 def test_a_message_that_is_lost_is_waited_for() -> None:
-    with pytest.raises(WorldError, match=r"(?s)did not complete: .*nothing is on its way.*rank 0: waiting for"):
+    with pytest.raises(WorldError, match=r"(?s)did not complete: .*no message is in flight.*rank 0: waiting for"):
         World(2, faults=[Fault(1, 12, "lose")]).run(_train)
 
 
@@ -199,7 +199,7 @@ def _sum() -> float:
 
 
 def test_a_fault_that_nobody_has_come_to_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"Fault\(rank=1, at=1000.*never befell: rank 1 sent \d+ messages"):
+    with pytest.raises(RuntimeError, match=r"Fault\(rank=1, at=1000.*did not occur: rank 1 sent \d+ messages"):
         World(2, faults=[Fault(1, 1000, "lose")]).run(_train)
 
 
@@ -325,11 +325,11 @@ def _die_in_training() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     for wrong in ({"ranks": 0}, {"ranks": 2, "late": [2]}, {"ranks": 2, "faults": [Fault(3, 0, "die")]}):
-        with pytest.raises(ValueError, match="a world has"):
+        with pytest.raises(ValueError, match="a world needs"):
             World(**wrong)
     with pytest.raises(ValueError, match="effect of a fault"):
         Fault(0, 0, "explode")
-    with pytest.raises(RuntimeError, match="this thread is none"):
+    with pytest.raises(RuntimeError, match="this thread is not a rank"):
         die()
 
 

@@ -109,7 +109,7 @@ def test_a_module_that_holds_an_original_parameter_is_refused(form: str, where: 
 @on_ranks(2)
 def test_a_distributed_data_parallel_that_is_sharded_is_told_to_be_left_out(form: str) -> None:
     model = sharded(nn.parallel.DistributedDataParallel(nn.Linear(5, 5)), form)
-    with pytest.raises(RuntimeError, match=r"shard the model in it \(its attribute `module`\)"):
+    with pytest.raises(RuntimeError, match=r"shard the model inside it \(its attribute `module`\)"):
         model(torch.ones(3, 5))
 
 

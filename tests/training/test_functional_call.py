@@ -256,7 +256,7 @@ def test_what_is_lent_is_not_saved() -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=True)
     listed = model.module.module._parameters["weight"]
     model.module.module._parameters["weight"] = nn.Parameter(torch.ones(3, 4))
-    with pytest.raises(RuntimeError, match=r"'weight' of a Linear was given other tensors"):
+    with pytest.raises(RuntimeError, match=r"'weight' of a Linear was replaced by other tensors"):
         model.state_dict()
     model.module.module._parameters["weight"] = listed
     assert not model.state_dict()["weight"].eq(1.0).all()

@@ -206,7 +206,7 @@ def test_pain_point_03_a_shared_module_cannot_be_in_two_units(options: dict[str,
     wrap = fully_sharded(**options)
     model = shared_module()
     model[0] = wrap(model[0])
-    with pytest.raises(ValueError, match=r"^1 is the same Linear as 0 of Sequential.*put the wrapper in every place"):
+    with pytest.raises(ValueError, match=r"^1 is the same Linear as 0 of Sequential.*use the wrapper in every place"):
         wrap(model[1])
     with pytest.raises(ValueError, match=r"^0\.0 = 1\.1 is the same Linear as 0 of Sequential.*auto_wrap"):
         wrap(model)
@@ -234,7 +234,7 @@ def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = nn.Parameter(first.weight.data)
     with pytest.raises(
-        ValueError, match=r"1\.weight is a parameter of its own in the memory of 0\.weight.*b\.weight = a"
+        ValueError, match=r"1\.weight is a separate parameter that shares memory with 0\.weight.*b\.weight = a"
     ):
         fully_sharded(process_group=Alone())(nn.Sequential(first, second))
 
@@ -247,7 +247,7 @@ def tied_by_memory() -> nn.Module:
 
 def test_parameters_that_are_tied_by_their_memory_across_units_are_refused() -> None:
     """Each unit alone would train its parameter, and the tie would be lost without an error."""
-    expected = r"2\.weight is a parameter of its own in the memory of 0\.weight.*b\.weight = a"
+    expected = r"2\.weight is a separate parameter that shares memory with 0\.weight.*b\.weight = a"
     with pytest.raises(ValueError, match=expected):
         fsdp.shard(tied_by_memory(), units={nn.Linear}, process_group=Alone())
     wrapping = enable_wrap(wrapper_cls=FullyShardedDataParallel, process_group=Alone())
@@ -265,7 +265,7 @@ def test_parameters_that_are_tied_by_their_memory_across_units_of_separate_calls
             for number in wrapped:
                 model[number] = wrap(model[number])
             with pytest.raises(
-                ValueError, match=r"[02]\.weight is a parameter of its own in the memory of [02]\.weight"
+                ValueError, match=r"[02]\.weight is a separate parameter that shares memory with [02]\.weight"
             ):
                 wrap(model)
 

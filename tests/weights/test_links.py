@@ -334,7 +334,7 @@ def test_bad_addresses_and_secrets_are_errors() -> None:
         receive("127.0.0.1:0")
     with pytest.raises(TypeError, match="secret must be a str"):
         receive("127.0.0.1:0", secret=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has no colon"):
+    with pytest.raises(ValueError, match="must not be empty or contain a colon"):
         SharedMemorySink("host:5")
     with receive("taken by a test") as receiver, pytest.raises(OSError, match="cannot listen at taken by a test"):
         receive(receiver.address)

@@ -157,8 +157,8 @@ def test_bad_requests_are_errors_of_the_reader_and_training_goes_on() -> None:
         for slices, message in [
             ({"nothing": None}, "no tensor 'nothing'"),
             ({"wide": [slice(0, 3, 2)]}, "slices without steps"),
-            ({"short": [slice(0, 1)] * 2}, "needs slices"),
-            ({"short": [3]}, "needs slices"),
+            ({"short": [slice(0, 1)] * 2}, "supports slices"),
+            ({"short": [3]}, "supports slices"),
         ]:
             with pytest.raises(ValueError, match=message):
                 reader.select(slices)  # type: ignore[arg-type]

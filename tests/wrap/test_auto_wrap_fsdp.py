@@ -141,7 +141,7 @@ def test_what_leaves_ranks_to_train_apart_is_noticed() -> None:
         with pytest.warns(UserWarning, match=rf"^{name}\(\) outside of enable_wrap.*each of the 2 ranks"):
             assert wrap_outside(module) is module
     with fsdp.enable_wrap(wrapper_cls=fsdp.FullyShardedDataParallel):
-        with pytest.warns(UserWarning, match=r"^auto_wrap\(\) with a policy that picks nothing .*2 ranks"):
+        with pytest.warns(UserWarning, match=r"^auto_wrap\(\) with a policy that selects no module .*2 ranks"):
             fsdp.auto_wrap(nn.Linear(2, 2), fsdp.module_wrap_policy({nn.Conv1d}))
         with warnings.catch_warnings():
             warnings.simplefilter("error")

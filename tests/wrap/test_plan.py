@@ -469,7 +469,7 @@ def test_the_table_says_what_the_data_say() -> None:
     [
         ({"move_grads_to_cpu": True}, "does not model move_grads_to_cpu: plan offload='cpu'"),
         ({"offload": "disk", "offload_folder": "."}, "does not model offload_folder: plan offload='cpu'"),
-        ({"process_group": None}, "does not model process_group: say how many"),
+        ({"process_group": None}, "does not model process_group: pass the numbers"),
         ({"world_size": 4, "replicas": 3}, "replicas must divide world_size"),
         ({"rank": 2}, "rank must be one of 0 to 1"),
         ({"reshard_after_forward": 2}, "does not model reshard_after_forward=2: plan True"),
@@ -495,7 +495,7 @@ class Autocasting(nn.Module):
 def test_what_the_meta_device_does_not_follow_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"does not model torch\.autocast"):
         fsdp.plan(Autocasting(), 2, sample=torch.zeros(1, 2))
-    with pytest.raises(ValueError, match="no tensor that depends on what it trains"):
+    with pytest.raises(ValueError, match="no tensor that depends on its trained parameters"):
         fsdp.plan(nn.Linear(2, 2).requires_grad_(False), 2, sample=torch.zeros(1, 2))
 
 

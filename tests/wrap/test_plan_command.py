@@ -94,7 +94,7 @@ def test_units_are_chosen_by_a_budget(factories: str, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("factory", "options", "message"),
     [
-        ("factories_of_plans", (), "which function of which module makes the model"),
+        ("factories_of_plans", (), "a module and its function that returns the model"),
         ("factories_of_plans:gone", (), "has no attribute 'gone'"),
         ("no_such_module:gone", (), "No module named 'no_such_module'"),
         ("factories_of_plans:nothing", (), "returned int: return an nn.Module"),
@@ -104,7 +104,7 @@ def test_units_are_chosen_by_a_budget(factories: str, capsys: Captured) -> None:
             ":failing raised KeyError on the meta device: 'of the user'",
         ),
         ("factories_of_plans:layers", ("--unit", "Lair"), "no module of this class, but of Layer, Sequential"),
-        ("factories_of_plans:layers", ("--unit", "Layer", "--budget", "1"), "leave out --unit and --keep"),
+        ("factories_of_plans:layers", ("--unit", "Layer", "--budget", "1"), "omit --unit and --keep"),
         ("factories_of_plans:layers", ("--optimizer", "Adan"), "torch.optim has no optimizer of this name"),
         ("factories_of_plans:layers", ("--optimizer", "Optimizer"), "torch.optim has no optimizer of this name"),
     ],

@@ -193,7 +193,7 @@ def test_wrong_units_are_refused_and_the_model_is_left_alone(kind: str) -> None:
 def test_a_container_of_its_own_class_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.add_module("inner", Blocks([nn.Linear(2, 2)]))
-    with pytest.raises(ValueError, match=r"test_shard.Blocks has no forward.*Name the class of the modules in it"):
+    with pytest.raises(ValueError, match=r"test_shard.Blocks has no forward.*Pass the class of the modules in it"):
         alone(model, {Blocks})
 
 

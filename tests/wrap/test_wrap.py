@@ -257,7 +257,7 @@ def test_move_module_cuda_half_without_a_device_is_refused():
     with (
         enable_wrap(wrapper_cls=Unit, move_module_cuda_half=True),
         mock.patch.object(MODULE, "accelerator", return_value=None),
-        pytest.raises(RuntimeError, match=r"Linear to an accelerator.*Leave the option out"),
+        pytest.raises(RuntimeError, match=r"Linear to an accelerator.*Omit the option"),
     ):
         wrap(linear())
 
@@ -494,7 +494,7 @@ def test_module_wrap_policy_wraps_by_class(case: str, classes: Any, exclude: Any
 @parameterized.expand(
     [
         ("nothing", set(), (), "no classes"),
-        ("a name", {"Block"}, (), "got 'Block' in classes. Give the class itself"),
+        ("a name", {"Block"}, (), "got 'Block' in classes. Pass the class itself"),
         ("an instance", [linear()], (), r"got Linear\(.*in classes"),
         ("not a module", {int}, (), "nn.Module classes, got <class 'int'>"),
         ("a class instead of a set", Block, (), "a set of classes as classes"),

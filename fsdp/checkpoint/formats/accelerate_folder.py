@@ -40,7 +40,7 @@ def parts_of(path: str, only: str | None = None) -> dict[str, DcpFolder | TorchA
     places, *others = _saved(path)
     if others:
         models = f"{places[_MODEL]} and {others[0][_MODEL]}"
-        raise ValueError(f"{models} are two saves of a model in one folder: move the older one out of it")
+        raise ValueError(f"{models} are two saves of a model in one folder: move the older one to another folder")
     return {
         part: DcpFolder(place) if os.path.isdir(place) else TorchArchive(place)
         for part, place in places.items()

@@ -51,8 +51,8 @@ def consolidate(
     """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
-            "consolidating takes the weights and the metadata of every rank, at least of one: got "
-            f"{len(shard_weights)} of weights and {len(shard_metadata)} of metadata"
+            f"consolidation needs the weights and the metadata of each rank: got {len(shard_weights)} of weights and "
+            f"{len(shard_metadata)} of metadata"
         )
     given = enumerate(zip(shard_weights, shard_metadata, strict=True))
     shards = [Shard(f"rank {rank}", *each) for rank, each in given]
@@ -173,8 +173,8 @@ class Backing:
         numel = value.shape.numel()
         if not 0 <= padding <= numel:
             raise ValueError(
-                f"{shard.title}: {self.key!r} has {numel} elements, of which its metadata call {padding} "
-                "padding. The file is cut short, or weights and metadata are of different ranks or models."
+                f"{shard.title}: {self.key!r} has {numel} elements, but its metadata say that {padding} are padding. "
+                "The file is truncated, or weights and metadata are of different ranks or models."
             )
         return Piece.of(value, numel - padding)
 
@@ -183,14 +183,14 @@ class Backing:
         kinds = {piece.tensor.dtype for piece in self.pieces}
         if len(kinds) > 1:
             dtypes = ", ".join(str(piece.tensor.dtype) for piece in self.pieces)
-            raise ValueError(f"{self.key!r} has another dtype on each of some ranks: {dtypes}")
+            raise ValueError(f"{self.key!r} has different dtypes on the ranks: {dtypes}")
         held = [(shard, piece) for shard, piece in zip(shards, self.pieces, strict=True) if piece.numel]
         for (shard, piece), (after, _) in pairwise(held):
             padding = shard.get(self.key).shape.numel() - piece.numel
             if padding:
                 raise ValueError(
-                    f"{shard.title}: {self.key!r} ends with {padding} elements of padding, and {after.title} "
-                    "goes on after it. Pass the ranks in order, each with its own metadata."
+                    f"{shard.title}: {self.key!r} ends with {padding} elements of padding, but {after.title} continues "
+                    "it. Pass the ranks in order, each with its own metadata."
                 )
         marks = [
             (shard.title, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None
@@ -198,8 +198,8 @@ class Backing:
         for (title, mark), (next_title, following) in pairwise(marks):
             if following != (mark[0] + 1, mark[1]):
                 raise ValueError(
-                    f"{self.key!r}: what was given as {next_title} is shard {following[0]} of {following[1]}, "
-                    f"after shard {mark[0]} of {mark[1]} of {title}. Pass all shards of the same save, in order."
+                    f"{self.key!r}: {next_title} is shard {following[0]} of {following[1]}, after shard {mark[0]} of "
+                    f"{mark[1]} of {title}. Pass all shards of the same save, in order."
                 )
 
     def _check_size(self, shards: Sequence[Shard]) -> None:
@@ -257,8 +257,8 @@ def _add_unlisted(full: dict[str, Any], first: Shard, with_module_buffers: bool,
             full |= {key: value} if with_module_buffers else {}
         elif strict:
             raise ValueError(
-                f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another "
-                "model, or of another version of it. strict=False leaves it out."
+                f"{first.title}: {key!r} is in its weights, but not in its metadata: these belong to another model, or "
+                "another version of it. strict=False ignores it."
             )
 
 

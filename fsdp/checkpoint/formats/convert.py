@@ -71,7 +71,7 @@ def content_of(
         names = {name: name for name in source.model.tensors} | dict(tied or {})
         unknown = [name for name in names.values() if name not in source.model.tensors]
         if unknown:
-            raise ValueError(f"{source.path} has no tensor {unknown[0]} that could have another name")
+            raise ValueError(f"{source.path} has no tensor {unknown[0]} to save under another name")
         model = [_entry(name, source.model, key, dtype) for name, key in names.items()]
     if only != MODEL and source.optimizer is not None:
         optimizer = [_entry(name, source.optimizer, name, None) for name in source.optimizer.tensors]
@@ -88,7 +88,7 @@ def require_apart(source: Source, target: str) -> None:
     """Raise ValueError if a checkpoint would be written over itself, or into itself."""
     place, other = os.path.realpath(source.path), os.path.realpath(target)
     if other == place or os.path.dirname(place) == other:
-        raise ValueError(f"{target} is where the checkpoint is: convert to another place")
+        raise ValueError(f"{target} is the checkpoint itself: convert to another path")
 
 
 def tree_of(
@@ -181,7 +181,7 @@ def write_safetensors(path: str, content: Content, *, max_file_bytes: int | None
     model = content.model or []
     if path.endswith(SUFFIX):
         if max_file_bytes is not None:
-            raise ValueError(f"--max-file-bytes makes several files, and {path} is one: name a folder")
+            raise ValueError(f"--max-file-bytes writes several files, but {path} is one file: pass a folder")
         (file,) = plan(model, os.path.basename(path).removesuffix(SUFFIX))
         with new_place(path) as part:
             folder, name = os.path.split(part)
@@ -262,13 +262,17 @@ def new_place(path: str, own: re.Pattern[str] | None = None) -> Iterator[str]:
             raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
         others = [] if own is None else sorted(name for name in os.listdir(place) if not own.fullmatch(name))
         if others:
-            raise FileExistsError(f"{place} has other files in it ({some_of(others)}): it is not replaced")
+            raise FileExistsError(
+                f"{place} contains other files ({some_of(others)}), so it is not replaced: choose another path"
+            )
     if os.path.lexists(part):
-        raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
+        raise FileExistsError(
+            f"{part} exists: another conversion is writing it, or was killed. Remove it if no conversion is running."
+        )
     if is_folder and os.path.lexists(old):
         raise FileExistsError(
-            f"{old} is in the way: a conversion that was killed has left the previous checkpoint there. Move it to "
-            f"{place} if nothing is there; otherwise remove it."
+            f"{old} exists: a conversion that was killed moved the previous checkpoint there. Move it to {place} if "
+            "that does not exist; otherwise remove it."
         )
     os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
     try:
@@ -294,7 +298,7 @@ def new_place(path: str, own: re.Pattern[str] | None = None) -> Iterator[str]:
 def require_free(path: str, overwrite: bool) -> None:
     """Raise FileExistsError if a path exists and must not be replaced."""
     if os.path.lexists(path) and not overwrite and not (os.path.isdir(path) and not os.listdir(path)):
-        raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
+        raise FileExistsError(f"{path} exists already: choose another path, or replace it (--overwrite)")
 
 
 def _remove(place: str) -> None:

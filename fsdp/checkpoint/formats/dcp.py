@@ -61,11 +61,11 @@ class _Saved:
 def _tensor_in(item: _Saved, dtype: torch.dtype, box: Box) -> StridedTensor:
     found = item.open().content
     if not isinstance(found, StridedTensor):
-        raise ValueError(f"{item.name} in {item.path} is no tensor, and {_METADATA} says that it is one")
+        raise ValueError(f"{item.name} in {item.path} is not a tensor, although {_METADATA} lists it as a tensor")
     if (tuple(found.shape), found.dtype) != (box.sizes, dtype):
         raise ValueError(
-            f"{item.name} in {item.path} has shape {list(found.shape)} and {found.dtype}, and "
-            f"{_METADATA} says {list(box.sizes)} and {dtype}"
+            f"{item.name} in {item.path} has shape {list(found.shape)} and {found.dtype}, but {_METADATA} lists "
+            f"{list(box.sizes)} and {dtype}"
         )
     return found
 
@@ -77,7 +77,9 @@ class DcpFolder:
         self.path = path
         self._place = os.path.join(path, _METADATA)
         if not is_dcp(path):
-            raise ValueError(f"{path} is incomplete: {_METADATA}, which is written last, is missing. Take another one.")
+            raise ValueError(
+                f"{path} is incomplete: {_METADATA}, which is written last, is missing. Use another checkpoint."
+            )
         with reading(self._place):
             content = content_of(self._place)
             self.identity = hashlib.sha256(content).hexdigest()  # the same for equal contents
@@ -133,7 +135,7 @@ class DcpFolder:
             for key in path[:-1]:
                 below = below.setdefault(key, {})
             if name not in self._tensors and (name, None) not in self._items:
-                raise ValueError(f"{self._place} is damaged: it does not say where {name} is")
+                raise ValueError(f"{self._place} is damaged: it does not contain the location of {name}")
             found = self._tensors.get(name)
             below[path[-1]] = self._items[name, None].open().content if found is None else found
         return _with_lists(root)

@@ -52,7 +52,7 @@ def open_fairscale(path: str | os.PathLike[str], choices: Choices = DEFAULT) -> 
 def _shard_in(file: TorchArchive) -> tuple[Shard, tuple[str, str]]:
     """Return a rank's weights and metadata, and their keys in its file."""
     if not isinstance(file.content, Mapping):
-        raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict with a rank's weights and metadata")
+        raise ValueError(f"{file} contains a {shown(file.content)}, not a dict with a rank's weights and metadata")
     described = {key: value for key, value in file.content.items() if _is_metadata(value)}
     if len(described) != 1:
         raise ValueError(
@@ -108,8 +108,8 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:
     described = list(shard.parameters())
     if len(described) != len(saved.content["param_id_map"]):
         raise ValueError(
-            f"{saved} has {len(saved.content['param_id_map'])} parameters, and the metadata of {shard.title} name "
-            f"{len(described)}: they are of different models"
+            f"{saved} has {len(saved.content['param_id_map'])} parameters, but the metadata of {shard.title} list "
+            f"{len(described)}: they belong to different models"
         )
     content = by_stored_names(saved.content)
     names: dict[Any, str] = dict(enumerate(name for name, _ in described))
@@ -117,7 +117,7 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:
         names = {name: name for name in names.values()}
         strangers = [name for group in content["param_groups"] for name in group["params"] if name not in names]
         if strangers:
-            raise ValueError(f"{saved} has {strangers[0]}, which the metadata of {shard.title} do not name")
+            raise ValueError(f"{saved} has {strangers[0]}, which is not in the metadata of {shard.title}")
     shapes = dict(described)
     for number, name in names.items():
         for key, value in content["state"].get(number, {}).items():
@@ -134,7 +134,7 @@ def _add_local(
 ) -> None:
     if len(saved) != len(shards):
         raise ValueError(
-            f"there are {len(shards)} files of weights, and {len(saved)} of the optimizer: {saved[0]}, ..."
+            f"there are {len(shards)} files of weights, but {len(saved)} of the optimizer: {saved[0]}, ..."
         )
     backings = {backing.key: backing for backing in backings_of(shards, False)}
     keys = _keys_by_number(saved, shards[0], backings, order)
@@ -151,7 +151,7 @@ def _keys_by_number(
     groups = [list(group["params"]) for group in saved[0].content["param_groups"]]
     for other in saved[1:]:
         if [list(group["params"]) for group in other.content["param_groups"]] != groups:
-            raise ValueError(f"{other} has other parameter groups than {saved[0]}")
+            raise ValueError(f"{other} has different parameter groups than {saved[0]}")
     numbers = [number for group in groups for number in group]
     named = [name for group in saved[0].content["param_groups"] for name in group.get(NAMES, ())]
     # State dicts list parameters in the order of `parameters()`; of a tied parameter, the metadata contain one name.
@@ -163,8 +163,8 @@ def _keys_by_number(
     if len(keys) != len(numbers) or (len(groups) > 1 and not order and not named):
         raise ValueError(
             f"{saved[0]} has {len(numbers)} parameters in {len(groups)} group(s), and {shard.title} has {len(listed)} "
-            f"shards ({some_of(listed)}): nothing says which is which. Pass "
-            "a file with the shards' keys in the order of the optimizer's numbers (--param-order)"
+            f"shards ({some_of(listed)}): their correspondence is unknown. Pass a file with the shards' keys in the "
+            "order of the optimizer's numbers (--param-order)"
         )
     return dict(zip(numbers, keys, strict=True))
 
@@ -189,7 +189,7 @@ def _add_backing(
             continue
         pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
         if len({piece.tensor.dtype for piece in pieces}) > 1:
-            raise ValueError(f"{state.where(backing.key, key)} has another dtype on some ranks")
+            raise ValueError(f"{state.where(backing.key, key)} has different dtypes on the ranks")
         for name, each in backing.cut(pieces).items():
             state.add_elements(name, key, each)
 
@@ -201,8 +201,8 @@ def _piece(backing: Backing, key: str, rank: int, value: Any, holders: Sequence[
     if not is_tensor(value) or value.shape.numel() not in sizes:
         found = list(value.shape) if is_tensor(value) else type(value).__name__
         raise ValueError(
-            f"{saved}: the optimizer's state '{key}' of {backing.key} is {found}, and the shard in {shard.title} has "
-            f"shape [{sizes[0]}]: only tensors of the shard's shape and numbers can be combined. If all keys "
-            "are affected, the order of parameters differs (--param-order)."
+            f"{saved}: the optimizer's state '{key}' of {backing.key} is {found}, but the shard in {shard.title} has "
+            f"shape [{sizes[0]}]: only tensors of the shard's shape and numbers can be combined. If all keys are "
+            "affected, the order of parameters differs (--param-order)."
         )
     return Piece.of(value, backing.pieces[rank].numel)

@@ -155,7 +155,7 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
     place, given = os.fspath(path), choices or DEFAULT
     found = format_of(place, word)
     if given.optimizer_files is not None and found.word not in ("fairscale", "fsdp1"):
-        raise ValueError(f"{place} is of the format {found.word}, and --optimizer-files is for fairscale and fsdp1")
+        raise ValueError(f"{place} has the format {found.word}, but --optimizer-files is for fairscale and fsdp1")
     with reading(place):
         return found.read(place, given)
 
@@ -181,11 +181,11 @@ def format_of(path: str, word: str | None = None) -> Format:
             raise FileNotFoundError(f"{path}: there is no such file or folder")
         return found
     if word is not None:
-        raise ValueError(f"there is no format {word!r}: those are {', '.join(WORDS)}")
+        raise ValueError(f"there is no format {word!r}: the formats are {', '.join(WORDS)}")
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path}: there is no such file or folder")
     last = newest(path) if os.path.isdir(path) else None
     if last is not None:
-        raise ValueError(f"{path} is a folder of several checkpoints: name one, as {last}")
+        raise ValueError(f"{path} is a folder of several checkpoints: pass one of them, such as {last}")
     formats = ", ".join(each.what for each in FORMATS)
-    raise ValueError(f"{path} is no complete checkpoint of a format that is known here ({formats})")
+    raise ValueError(f"{path} is not a complete checkpoint of a supported format ({formats})")

@@ -77,7 +77,7 @@ def _in_order(optimizer: str, content: Any, groups: Sequence[Sequence[str]]) -> 
     given = list(map(len, groups))
     if saved != given:
         raise ValueError(
-            f"{optimizer} has parameter groups of {short(saved)} parameters, and the given optimizer of {given}: make "
-            "it with the same groups"
+            f"{optimizer} has parameter groups of {short(saved)} parameters, but the given optimizer has groups of "
+            f"{given}: create it with the same groups"
         )
     return list(chain.from_iterable(groups))

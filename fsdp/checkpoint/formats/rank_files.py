@@ -134,7 +134,7 @@ def _only(place: str, groups: _Groups) -> list[str]:
     if len(groups) > 1:
         names = sorted(os.path.basename(group[min(group)]) for group in groups.values())
         raise ValueError(
-            f"{place} has files of several checkpoints, as {some_of(names)}: name the first file of one. (Model "
+            f"{place} has files of several checkpoints, such as {some_of(names)}: pass the first file of one. (Model "
             "parts of tensor parallelism are read one by one.)"
         )
     ((_, after), group) = next(iter(groups.items()))
@@ -148,8 +148,8 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
     if missing:
         more = " and more" if len(missing) > _MOST_NAMED else ""
         raise FileNotFoundError(
-            f"{place}: there is {os.path.basename(group[min(group)])}, and no file of rank "
-            f"{', '.join(map(str, missing[:_MOST_NAMED]))}{more}. All ranks' are needed."
+            f"{place}: {os.path.basename(group[min(group)])} exists, but no file of rank "
+            f"{', '.join(map(str, missing[:_MOST_NAMED]))}{more}. The files of all ranks are needed."
         )
     return [group[number] for number in sorted(group)]
 
@@ -160,7 +160,7 @@ class RankFiles:
     def __init__(self, path: str | os.PathLike[str], choices: Choices) -> None:
         self.title = os.fspath(path)
         if choices.model_key is not None or choices.optimizer_key is not None:
-            raise ValueError(f"{self.title}: model and optimizer are found by their contents: leave out their keys")
+            raise ValueError(f"{self.title}: model and optimizer are identified by their contents: omit their keys")
         self.files = [TorchArchive(each) for each in rank_files(path)]
         self.notes: list[str] = []
         self._choices = choices
@@ -180,14 +180,14 @@ class RankFiles:
         several = next((each for each in found if len(each) > 1), None)
         if several is not None:
             keys = ", ".join(each.key for each in several)
-            self.notes.append(f"{keys} are left out: a checkpoint has the state of one optimizer")
+            self.notes.append(f"{keys} are ignored: a checkpoint has the state of one optimizer")
             return []
         saved = [one for each in found for one in each]
         missing = next((file for file, each in zip(sources, found, strict=True) if not each), None)
         if missing is not None and given is not None and not saved:
             raise ValueError(f"{missing} has no dictionary of an optimizer in it")
         if missing is not None and saved and (len(saved) > 1 or missing is sources[0]):  # else the first has all
-            raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, and {saved[0].file} has")
+            raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, unlike {saved[0].file}")
         return saved
 
     def source(
@@ -268,7 +268,7 @@ def open_fsdp1(path: str | os.PathLike[str], choices: Choices = DEFAULT) -> Sour
     if models and _is_local(models[0]):
         raise ValueError(
             f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, without the names of the parameters that they "
-            "contain. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
+            "contain. Load it with FSDP1 on the same number of ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     found = _whole(models, files)
     saved = ranks.optimizers()
@@ -292,7 +292,7 @@ def _is_state_dict(value: Any) -> bool:
 def _model_key(file: TorchArchive) -> str | None:
     """Return the key of the model; None if the model has no key."""
     if not isinstance(file.content, Mapping):
-        raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict")
+        raise ValueError(f"{file} contains a {shown(file.content)}, not a dict")
     if _is_state_dict(file.content) or is_optimizer_state(file.content):
         return None
     found = [key for key, value in file.content.items() if _is_state_dict(value)]
@@ -315,7 +315,7 @@ def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -
     for name, value in models[0].items() if models else ():
         missing = [file for model, file in zip(models, files, strict=True) if name not in model]
         if missing:
-            raise ValueError(f"{missing[0]} has no {name}, and {files[0]} has: they are of different models")
+            raise ValueError(f"{missing[0]} has no {name}, unlike {files[0]}: they belong to different models")
         found[name] = value
         if is_tensor(value) or _is_sharded(value):
             found[name] = _merged(name, [model[name] for model in models], [file.path for file in files])
@@ -332,7 +332,7 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
         for key, value in entries[0].items():
             missing = [file for file, entry in zip(saved, entries, strict=True) if key not in entry]
             if missing:
-                raise ValueError(f"{missing[0]} has no '{key}' of {name}, and {first} has")
+                raise ValueError(f"{missing[0]} has no '{key}' of {name}, unlike {first}")
             values = [entry[key] for entry in entries]
             if not _is_sharded(value) and is_single(key, value, shape):
                 state.add_single([name], key, values)
@@ -360,9 +360,7 @@ def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTenso
     for value, file in zip(values, files, strict=True):
         other, _, found = _shards_of(name, value, file) if _is_sharded(value) else (None, None, [])
         if other != shape:
-            raise ValueError(
-                f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}"
-            )
+            raise ValueError(f"{name} in {file} differs from {files[0]}, which has shards of {list(shape)}")
         for box, tensor in found:
             if tuple(tensor.shape) != box.sizes:
                 raise ValueError(f"{name} in {file} has shape {list(tensor.shape)}, not {list(box.sizes)}")
@@ -370,7 +368,7 @@ def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTenso
     if not are_all_of(shape, held.keys()):
         raise ValueError(
             f"{name}: the {len(files)} files given have {sum(box.numel for box in held)} of its {shape.numel()} "
-            "elements, or some twice. A rank's file is missing, or one is of another number of ranks."
+            "elements, or some twice. A rank's file is missing, or a file was saved by another number of ranks."
         )
     dtype = next((tensor.dtype for tensor in held.values()), dtype)
     return ChunkedTensor(dtype, shape, {box: partial(held.__getitem__, box) for box in held if box.numel})
@@ -391,8 +389,8 @@ def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, torch.dtyp
         return torch.Size(described["size"]), dtype, list(zip(boxes, tensors, strict=True))
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
-            f"{name} in {file} is a {value.origin} of a form that is not known here ({error!r}): load it with the "
-            "version of torch that has written it, and save FULL_STATE_DICT"
+            f"{name} in {file} is a {value.origin} in an unknown form ({error!r}): load it with the version of torch "
+            "that saved it, and save FULL_STATE_DICT"
         ) from None
 
 
@@ -407,8 +405,8 @@ def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Box:
         dims = [each.fields.get("dim", "") for each in spec["placements"]]
         shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
         raise ValueError(
-            f"{name} in {file} has placements {shown}, and FSDP1 shards the first dimension over one group of ranks: "
-            "save such a model with torch.distributed.checkpoint"
+            f"{name} in {file} has placements {shown}, but FSDP1's files must shard the first dimension over one group "
+            "of ranks: save such a model with torch.distributed.checkpoint"
         )
     ranks, number = _place_in_mesh(spec["mesh"].fields, sharded[0])
     rows = -(-shape[0] // ranks)  # as `torch.chunk`

@@ -170,8 +170,7 @@ class OpenFiles:
             if SeenFile.of(file.path, fd) != file:
                 os.close(fd)
                 raise ValueError(
-                    f"{file.path} was changed, or another file was put in its place, after it was looked at: begin "
-                    "anew, when nobody writes it"
+                    f"{file.path} was changed or replaced after it was opened: start again when no process writes it"
                 )
             self._open[file] = fd
         return self._open[file]

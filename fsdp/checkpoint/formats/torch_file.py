@@ -123,7 +123,7 @@ class TorchArchive:
                 raise ValueError(f"{self.what} is truncated: {path} has {size} bytes, and it ends at {begin + nbytes}")
             if _bytes_of(file, begin, len(_OLD)) == _OLD:
                 raise ValueError(
-                    f"{self.what} has the format of torch before 1.6, which is not read here: load it with torch.load, "
+                    f"{self.what} has the format of torch before 1.6, which is not supported: load it with torch.load, "
                     "and save it again with torch.save"
                 )
             try:
@@ -136,8 +136,8 @@ class TorchArchive:
 
     def _broken(self, error: Exception) -> str:
         return readable(
-            f"{self.what} is no file of torch.save, or is cut short or damaged ({type(error).__name__}: "
-            f"{readable(str(error), 500)}): take another copy of it, or another checkpoint"
+            f"{self.what} is not a file of torch.save, or is truncated or damaged ({type(error).__name__}: "
+            f"{readable(str(error), 500)}): use another copy of it, or another checkpoint"
         )
 
     def _read(self, file: IO[bytes], begin: int, nbytes: int) -> None:
@@ -160,7 +160,7 @@ class TorchArchive:
         record = self.records[path]
         found = _bytes_of(file, record.begin, record.nbytes)
         if record.has_checksum and crc32(found) != record.checksum:
-            raise ValueError(f"{record.name} in it is not what was saved")
+            raise ValueError(f"{record.name} in it does not match its checksum")
         return found
 
     @cached_property
@@ -200,7 +200,7 @@ class TorchArchive:
                     checksum = crc32(file.read(end - begin), checksum)
                     advance(end - begin)
                 if checksum != record.checksum and record.has_checksum:
-                    yield f"{self.what} is damaged: {record.name} in it is not what was saved"
+                    yield f"{self.what} is damaged: {record.name} in it does not match its checksum"
 
     @property
     def has_checksums(self) -> bool:
@@ -424,7 +424,7 @@ def _require_small(tree: Any, most: int) -> None:
 
 def _require(left: int) -> None:
     if left < 0:
-        raise ValueError("what is mentioned several times in it makes it many times larger than the file")
+        raise ValueError("repeated references in it make its contents many times larger than the file")
 
 
 def _objects_in(value: Any) -> list[Any]:

@@ -58,11 +58,11 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices, **known: A
     """Return the source for a tree of mappings and lists with lazy tensors; `known` contains its other fields."""
     notes: list[str] = []
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
+        raise ValueError(f"{path} contains a {shown(tree)}, but a checkpoint is a dictionary")
     model_path = _model_place(path, tree, choices, notes)
     if model_path is None and not any(is_lazy(value) for value in tree.values()):
         keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
-        raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
+        raise ValueError(f"{path} has no model under a usual key ({keys}): pass its key (--model-key)")
     optimizer_path = _optimizer_place(path, tree, choices, () if model_path is None else model_path[:-1])
     rest = _without(tree, [model_path, optimizer_path])
     if model_path is not None:
@@ -186,7 +186,7 @@ def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any
         else:
             left_out.append(f"{name} ({shown(value)})")
     if left_out:
-        notes.append(f"left out of the model, since it is no tensor: {', '.join(left_out)}")
+        notes.append(f"ignored in the model, because these are not tensors: {', '.join(left_out)}")
     if not tensors:
         raise ValueError(f"{path} has no tensors under the key of the model: pass the model's key (--model-key)")
     return Names(tensors, cleaned), extra
@@ -264,7 +264,7 @@ class NamedState:
             if self._json(names[0], key, kind) != self._state[names[0]][key]:
                 raise ValueError(
                     f"{self.where(names[0], key)} is {first.value} on the first rank and {kind.value} on rank {rank}: "
-                    "it is of different steps"
+                    "they were saved at different steps"
                 )
 
     def add(self, name: str, key: str, value: Any, shape: torch.Size) -> None:
@@ -321,12 +321,12 @@ def optimizer_state(
     unknown = [name for name in held if name not in model.tensors]
     if unknown:
         raise ValueError(
-            f"{path}: the optimizer has {unknown[0]}, and the model has not. Convert without it (--only model)."
+            f"{path}: the optimizer has {unknown[0]}, but the model does not. Convert without it (--only model)."
         )
     in_groups = set(held)
     strangers = [name for name in states if name not in in_groups]
     if strangers:
-        raise ValueError(f"{path}: the optimizer has state of {some_of(strangers)}, which are in none of its groups")
+        raise ValueError(f"{path}: the optimizer has state of {some_of(strangers)}, which none of its groups contains")
     state = NamedState(path)
     state.has_groups = has_groups
     state.groups = [(group, [names[key] for key in group["params"]]) for group in groups]
@@ -351,18 +351,18 @@ def names_by_key(
         return {key: cleaned(name) for key, name in found[NAMES].items()}
     if "param_id_map" in found:
         raise ValueError(
-            f"{title}: the optimizer goes by FairScale's numbers. Convert it to names first, with the model: "
-            "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')"
+            f"{title}: the optimizer identifies parameters by FairScale's numbers. Convert it to names first, with the "
+            "model: fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')"
         )
     if order is None:
         raise ValueError(
-            f"{title}: in the optimizer's state, parameters go by numbers, and nothing says which they are. Write the "
-            "names of model.named_parameters() to a file, a line each, in the order of the optimizer, and pass the "
-            "file as --param-order; or convert without the optimizer (--only model). With FSDP1, save "
+            f"{title}: in the optimizer's state, parameters have numbers, but their names are unknown. Write the names "
+            "of model.named_parameters() to a file, one in each line, in the order of the optimizer, and pass the file "
+            "as --param-order; or convert without the optimizer (--only model). With FSDP1, save "
             "FSDP.full_optim_state_dict(model, optimizer), which contains names."
         )
     if len(order) != len(keys):
-        raise ValueError(f"{title}: the optimizer has {len(keys)} parameters, and {len(order)} names were given")
+        raise ValueError(f"{title}: the optimizer has {len(keys)} parameters, but {len(order)} names were given")
     return {key: cleaned(name) for key, name in zip(sorted(keys), order, strict=True)}
 
 

@@ -115,8 +115,8 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
     summoning = unit.request(Summoning)
     if summoning is not None and summoning.rank0_only:
         raise RuntimeError(
-            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded, and "
-            "inside summon_shapes() no module has values. Take it outside, with state_dict(rank0_only=True)."
+            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded, and inside "
+            "summon_shapes() no module has values. Call it outside the context, with state_dict(rank0_only=True)."
         )
     is_gathered = any(each.state is not TrainingState.SUMMON_FULL_PARAMS for _, each in units_in(unit))
     with saving(unit, asked) as form, form.progress.reported() if is_outermost and is_gathered else nullcontext():
@@ -241,8 +241,8 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
         if form.source is None:
             problem = _difference(unit, dict(zip(hidden, values, strict=True)))
             text = (
-                f"rank {own_rank()}: loading a state dict, {problem} Load the same state dict on "
-                "every rank, or pass rank0_only=True, where the first rank's counts."
+                f"rank {own_rank()}: loading a state dict, {problem} Load the same state dict on every rank, or pass "
+                "rank0_only=True to load the first rank's."
             )
             agree_on_outcome([unit.everyone], "load its state dict", RuntimeError(text) if problem else None)
 
@@ -328,7 +328,7 @@ def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any
     """
     error = None
     if source.is_here and not isinstance(state_dict, Mapping):
-        error = TypeError(f"rank0_only=True: rank 0 has to pass a state dict, and passed a {type(state_dict).__name__}")
+        error = TypeError(f"rank0_only=True: rank 0 must pass a state dict, but passed a {type(state_dict).__name__}")
     agree_on_outcome([source.ranks], "load its state dict", error)
     given: Any = None
     if source.is_here:
@@ -542,12 +542,12 @@ def _problem_of_wrapper(state_dict: Mapping[str, Any]) -> str:
     if not state_dict:
         return (
             "the state dict is empty on this rank. If only the first rank has it, call "
-            "model.load_state_dict(state_dict, rank0_only=True) on every rank, also in the place of "
+            "model.load_state_dict(state_dict, rank0_only=True) on every rank, also instead of "
             "set_model_state_dict(broadcast_from_rank0=True)"
         )
     if (listed := next((key for key, value in state_dict.items() if isinstance(value, FlatParameter)), None)) is None:
         return wrapped_problem(state_dict)
     return (
-        f"{listed!r} is this rank's shard, which torch's set_model_state_dict(full_state_dict=True) has added by the "
-        "names of parameters(): flat parameters need model.load_state_dict(state_dict), or use_orig_params=True"
+        f"{listed!r} is this rank's shard, which torch's set_model_state_dict(full_state_dict=True) added under the "
+        "names of parameters(): for flat parameters use model.load_state_dict(state_dict), or use_orig_params=True"
     )

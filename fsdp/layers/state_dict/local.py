@@ -31,8 +31,9 @@ _NAMED = 5  # in messages
 _EXTRA = "_extra_state"
 _MARK = "fsdp_shard"  # key in a state dict's metadata for a unit's module, with the rank and the number of ranks
 _REMEDY = (
-    "A shard fits the same rank of as many ranks, in a model that is wrapped alike. For others, consolidate the shards "
-    "of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use load_state_dict."
+    "A shard can be loaded only by the same rank of the same number of ranks, into a model with the same wrapping. "
+    "Otherwise consolidate the shards of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use "
+    "load_state_dict."
 )
 
 
@@ -103,7 +104,7 @@ def local_metadata(root: nn.Module) -> dict[str, Any]:
 def _entry(unit: Unit, path: str, outermost: Unit) -> dict[str, Any]:
     for problem in _beyond_fairscale(unit):
         raise NotImplementedError(
-            f"{_title(unit, path)}: {problem}, which FairScale's format does not have. Save state_dict() instead, "
+            f"{_title(unit, path)}: {problem}, which FairScale's format does not support. Save state_dict() instead, "
             "which is unsharded on every rank; local_state_dict() by itself is loaded again by the same ranks."
         )
     # Only the group of a unit's ranks that contains the first rank is consolidated, if ranks are known.
@@ -203,7 +204,7 @@ class LocalLoad:
             if name not in self._wanted and name.rpartition(".")[2] == "flat_param":
                 name += "_0"
             if name in values:
-                raise RuntimeError(f"two keys of this local state dict stand for {name!r}: leave one of them out")
+                raise RuntimeError(f"two keys of this local state dict mean {name!r}: remove one of them")
             values[name] = value
         return values
 

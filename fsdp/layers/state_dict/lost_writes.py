@@ -49,9 +49,9 @@ def _warn_if_written(copies: _Copies, key: str, alias: Tensor, version: int) -> 
     if alias._version != version and not copies.is_silent:
         copies.is_silent = True
         warnings.warn(
-            f"{key} of the state dict of {copies.title} was written in place and dropped: the model keeps its values, "
-            "because state_dict() of a sharded model returns copies. To change the model, pass the state dict to its "
-            "load_state_dict(), or write to parameters inside summon_full_params(). Ignore this warning if the state "
-            "dict was saved or loaded elsewhere.",
+            f"{key} of the state dict of {copies.title} was written in place and deleted: this did not change the "
+            "model, because state_dict() of a sharded model returns copies. To change the model, pass the state dict "
+            "to its load_state_dict(), or write to parameters inside summon_full_params(). Ignore this warning if the "
+            "state dict was saved or loaded elsewhere.",
             stacklevel=3,
         )

@@ -72,7 +72,7 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
     guarding = model.__dict__.get("_apply")
     if isinstance(guarding, Conversions) and unit_of(model) is None:
         raise ValueError(
-            f"this {type(model).__name__} is a part of {guarding.unit.name}, whose parameters lie in one vector: call "
+            f"this {type(model).__name__} is a part of {guarding.unit.name}, whose parameters are in one vector: call "
             "materialize with the FullyShardedDataParallel around it, or the whole model"
         )
     _Materializing(model, param_init_fn, seed).fill_all()
@@ -168,9 +168,9 @@ class _Materializing:
             moved = [lack.places[0][1] for lack, address in before if _address(lack) != address]
             if moved:  # probably without values
                 raise RuntimeError(
-                    f"{text}: its initialisation gave other memory to parameters or buffers of modules inside of it, "
-                    f"which had their values: {', '.join(moved)}. Initialise what is directly in the module, and call "
-                    "to_empty(..., recurse=False), if at all."
+                    f"{text}: its initialisation reallocated parameters or buffers of inner modules, which were "
+                    f"initialised already: {', '.join(moved)}. Initialise only tensors directly in the module; if it "
+                    "calls to_empty(), use recurse=False."
                 )
         except BaseException:
             for lack in lacks:
@@ -210,8 +210,8 @@ def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:
             return lambda each: getattr(each, name)()
     names = ", ".join(lack.places[0][1] for lack in lacks)
     raise RuntimeError(
-        f"{text} has {names} without values, and no reset_parameters() to draw them. "
-        "Give materialize, or the wrapper, a param_init_fn that initialises such modules, or load the values first."
+        f"{text} has {names} without values, and no reset_parameters() to initialise them. Pass materialize, or the "
+        "wrapper, a param_init_fn that initialises such modules, or load the values first."
     )
 
 
@@ -238,15 +238,15 @@ def _require_filled(lack: Uninitialized, module: str) -> None:
         raise RuntimeError(f"{module}: its initialisation removed {name}")
     if value.shape != lack.shape:
         raise ValueError(
-            f"{module}: its initialisation gave {name} the shape {tuple(value.shape)}; it is "
-            f"{tuple(lack.shape)} in the model that was wrapped"
+            f"{module}: its initialisation changed the shape of {name} to {tuple(value.shape)}; it was "
+            f"{tuple(lack.shape)} when the model was wrapped"
         )
     if value.numel() and not lack.is_filled:
         where = "on the meta device" if value.is_meta else "without values"
         raise RuntimeError(
-            f"{module}: its initialisation left {name} {where}. Give a param_init_fn that initialises every "
-            "parameter and buffer that is directly in the module that it is called with. They have memory by then, so "
-            "it must not ask whether they are on the meta device."
+            f"{module}: its initialisation left {name} {where}. Pass a param_init_fn that initialises every parameter "
+            "and buffer directly in the module that it is called with. They are allocated by then, so it must not test "
+            "for the meta device."
         )
 
 

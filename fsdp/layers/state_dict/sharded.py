@@ -44,7 +44,7 @@ from fsdp.layers.verify import agree_on_values
 aten = torch.ops.aten
 
 _VALUELESS = (
-    "it has no values yet, because it was on the meta device when it was wrapped. Give it values first "
+    "it has no values yet, because it was on the meta device when it was wrapped. Initialize it first "
     "(fsdp.materialize, or a load)."
 )
 
@@ -89,19 +89,19 @@ class Part:
         if isinstance(value, TensorPart):
             if value.part != self:
                 raise ValueError(
-                    f"{here}: this rank keeps {self}, and was given {value.part}. A sharded state fits ranks that "
-                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
-                    "sharded_state_dict() returns here."
+                    f"{here}: this rank keeps {self}, but got {value.part}. A sharded state fits only the same number "
+                    "of ranks and the same wrapping: load it with torch.distributed.checkpoint into the result of "
+                    "sharded_state_dict()."
                 )
         elif type(value) not in (Tensor, nn.Parameter):
             raise TypeError(
-                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
-                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
+                f"{here}: a {type(value).__name__} cannot be sharded here. Load it with torch.distributed.checkpoint "
+                "into the result of sharded_state_dict(), or pass an unsharded, plain tensor."
             )
         elif value.is_meta or value.shape != self.shape:
             raise ValueError(f"{here}: expected a tensor of {list(self.shape)} with values, got {list(value.shape)}")
         if value.is_complex() and not dtype.is_complex:
-            raise ValueError(f"{here} is of {dtype}, and was given {value.dtype}")
+            raise ValueError(f"{here} is of {dtype}, but the given value is of {value.dtype}")
 
     def __str__(self) -> str:
         block = ""
@@ -180,8 +180,8 @@ class TensorPart(Tensor):
         if do is None:
             what = ", ".join(f"{arg.part.name} is {arg}" for arg in args if isinstance(arg, TensorPart))
             raise NotImplementedError(
-                f"{func} on a part of a tensor, in a sharded state dict ({what}). Take the whole state (state_dict()) "
-                "to compute with it, or this rank's elements (.local)."
+                f"{func} is not supported on a part of a tensor, in a sharded state dict ({what}). Use the full state "
+                "(state_dict()), or this rank's elements (.local)."
             )
         return do(*args, **(kwargs or {}))
 
@@ -376,8 +376,8 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
         packing = handle.flat_param.packings[slot]
         if packing is not None and value.dtype != handle.flat_param.dtype:
             raise ValueError(
-                f"{packing.name} is sharded as {packing.nbytes} bytes of {packing.description}, and cannot take "
-                f"{value.dtype}: load its own class with load_state_dict()"
+                f"{packing.name} is sharded as {packing.nbytes} bytes of {packing.description}, and cannot be set to "
+                f"{value.dtype}: load a tensor of its own class with load_state_dict()"
             )
         part_of(handle, slot, rank).check(value, handle.flat_param.dtype)
 

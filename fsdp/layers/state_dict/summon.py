@@ -343,7 +343,7 @@ class _Summoned:
             if any(handle.flat_param.parts) and not is_host(handle.storage.device):
                 raise NotImplementedError(
                     f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
-                    "their mesh. Summon without it, and move what you need (full_tensor().cpu())."
+                    "their mesh. Omit offload_to_cpu, and move the tensors that you need (full_tensor().cpu())."
                 )
         device = HOST if form.on_host else None
         grads = {handle: _full_gradients(handle) for handle in handles} if form.with_grads else {}
@@ -410,8 +410,8 @@ class _Summoned:
         problem = difference_of_written(ranks, written)
         if problem:
             raise RuntimeError(
-                f"rank {own_rank()}: {name}: leaving summon_full_params(), {problem} Make the same changes on "
-                "every rank, or summon with rank0_only=True, where the first rank's count."
+                f"rank {own_rank()}: {name}: leaving summon_full_params(), {problem} Make the same changes on every "
+                "rank, or use rank0_only=True to keep the first rank's."
             )
 
     def _share(

@@ -41,7 +41,7 @@ def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: Captured, origin:
     before = content(tmp_path)
     said = command(capsys, "convert", origin, tmp_path / "there")
     assert said.code == 2
-    assert "is there already: name another place, or replace it (--overwrite)" in said.err
+    assert "exists already: choose another path, or replace it (--overwrite)" in said.err
     assert content(tmp_path) == before
 
 
@@ -75,7 +75,7 @@ def test_what_another_conversion_writes_is_left_alone(tmp_path: Path, capsys: Ca
     (tmp_path / "x.pt.converting").write_text("half of it")
     said = command(capsys, "convert", origin, tmp_path / "x.pt")
     assert said.code == 2
-    assert "x.pt.converting is in the way" in said.err
+    assert "x.pt.converting exists" in said.err
     assert (tmp_path / "x.pt.converting").read_text() == "half of it"
 
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_not_written_over_itself(tmp_path: Path, capsys: Capture
     before = content(tmp_path)
     said = command(capsys, "convert", place, place, "--overwrite", "--to", word)
     assert said.code == 2
-    assert "is where the checkpoint is" in said.err
+    assert "is the checkpoint itself" in said.err
     assert content(tmp_path) == before
 
 
@@ -204,7 +204,7 @@ def test_what_a_killed_conversion_has_replaced_is_left_alone(
     before = content(tmp_path)
     said = command(capsys, "convert", origin, tmp_path / "there", "--to", "dcp", "--overwrite")
     assert said.code == 2
-    assert "there.replaced is in the way: a conversion that was killed" in said.err
+    assert "there.replaced exists: a conversion that was killed" in said.err
     assert content(tmp_path) == before
 
 
@@ -239,9 +239,9 @@ def test_an_interrupt_inside_of_an_archive_of_torch_is_an_interrupt(
         (["--to", "torch", "--max-file-bytes", "5M"], "--max-file-bytes is for fsdp and safetensors, and the target"),
         (["--to", "fsdp", "--tied", "a=scale"], "--tied is for torch and dcp and safetensors, and the target is fsdp"),
         (["--to", "fsdp", "--only", "optimizer"], "--only optimizer is for torch and dcp, and the target is fsdp"),
-        (["--to", "torch", "--only", "optimizer", "--dtype", "float16"], "--dtype and --tied are about the model"),
-        (["--to", "torch", "--tied", "a=b"], "has no tensor b that could have another name"),
-        (["--max-file-bytes", "5X"], "'5X' is no number of bytes, as 5000000, 500M or 5G"),
+        (["--to", "torch", "--only", "optimizer", "--dtype", "float16"], "--dtype and --tied apply to the model"),
+        (["--to", "torch", "--tied", "a=b"], "has no tensor b to save under another name"),
+        (["--max-file-bytes", "5X"], "'5X' is not a number of bytes, such as 5000000, 500M or 5G"),
         (["--tied", "a"], "'a' is not of the form NAME=OTHER"),
         (["--to", "another"], "invalid choice: 'another'"),
     ],
@@ -272,7 +272,7 @@ def test_an_optimizer_that_is_not_there_is_wrong_usage(tmp_path: Path, capsys: C
 def test_one_safetensors_file_is_not_divided(tmp_path: Path, capsys: Captured, origin: Path) -> None:
     said = command(capsys, "convert", origin, tmp_path / "x.safetensors", "--max-file-bytes", "500")
     assert said.code == 1
-    assert "makes several files" in said.err
+    assert "writes several files" in said.err
 
 
 @pytest.mark.parametrize(("name", "word"), [("x.pt", "torch"), ("x.safetensors", "safetensors"), ("x", "fsdp")])

@@ -76,7 +76,7 @@ def test_an_optimizer_that_cannot_be_understood_does_not_hide_the_model(tmp_path
     assert said.code == 0
     assert "wide.weight" in said.out
     assert "note: the optimizer is not shown: " in said.out
-    assert "go by numbers" in said.out
+    assert "parameters have numbers" in said.out
 
 
 def test_damage_is_one_line_without_a_traceback(tmp_path: Path, capsys: Captured) -> None:

@@ -127,7 +127,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, capsys: Captured) -> 
     (tmp_path / "text").write_text("no checkpoint")
     said = command(capsys, "verify", tmp_path / "text")
     assert (said.code, said.out) == (1, "")
-    assert "is no complete checkpoint of a format that is known here" in said.err
+    assert "is not a complete checkpoint of a supported format" in said.err
     assert said.err.count("\n") == 1
 
 

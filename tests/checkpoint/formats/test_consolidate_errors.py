@@ -38,7 +38,7 @@ def test_missing_ranks_and_another_order_are_noticed() -> None:
     weights, metadata = recorded("flat-3")
     refused((weights[:2], metadata[:2]), r"'flat_param_0' has 28 elements on the 2 ranks given .*say 40 .*is missing")
     refused((weights[1:], metadata[1:]), r"'flat_param_0' has 26 elements on the 2 ranks given")
-    refused((weights[::-1], metadata[::-1]), "rank 0: 'flat_param_0' ends with 2 elements of padding, and rank 1 goes")
+    refused((weights[::-1], metadata[::-1]), "rank 0: 'flat_param_0' ends with 2 elements of padding, but rank 1")
     weights, metadata = recorded("flat-2")
     refused(([*weights, weights[1]], [*metadata, metadata[1]]), "60 elements on the 3 ranks given .* say 40")
 
@@ -69,7 +69,7 @@ WEIGHTS: dict[str, tuple[Callable[[list[Any], list[Any]], object], str]] = {
         "rank 0: 'norm.running_mean' is missing",
     ),
     "a cut shard": (cut, r"has 35 elements on the 3 ranks given \(14 on rank 0, 9 on rank 1, 12 on rank 2,"),
-    "less than padding": (cut_into_padding, "rank 2: 'flat_param_0' has 1 elements, of which its metadata call 2 pad"),
+    "less than padding": (cut_into_padding, "rank 2: 'flat_param_0' has 1 elements, but its metadata say that 2 are"),
     "another dtype": (cast, "'flat_param_0' .*torch.float32, torch.float16, torch.float32"),
     "no tensor": (lambda weights, _: weights[2].update(flat_param_0="text"), "rank 2: 'flat_param_0' is a str"),
 }
@@ -87,7 +87,7 @@ def test_a_missing_shard_of_a_later_rank_is_an_error_without_strict() -> None:
 
 def test_keys_that_nothing_names_are_refused_when_strict() -> None:
     shards = changed(lambda weights, _: weights[0].update(odd=torch.ones(1)))
-    refused(shards, "rank 0: 'odd' is in its weights, and its metadata do not name it")
+    refused(shards, "rank 0: 'odd' is in its weights, but not in its metadata")
     assert consolidated(shards, strict=False).keys() == truth("flat-3").keys()
 
 

@@ -59,7 +59,7 @@ def test_files_in_a_wrong_order(folder: Path) -> None:
     last = shard(folder, 2).rename(folder / "last.pt")
     shard(folder, 1).rename(shard(folder, 2))
     last.rename(shard(folder, 1))
-    fails(folder, shard(folder, 1), "ends with 2 elements of padding", f"{shard(folder, 2)} goes on after it")
+    fails(folder, shard(folder, 1), "ends with 2 elements of padding", f"{shard(folder, 2)} continues it")
 
 
 class Names(list[str]):
@@ -74,7 +74,7 @@ def test_a_container_of_a_program_s_own_is_left_out_and_told_of(folder: Path) ->
 
 def test_files_of_two_checkpoints_in_one_folder(folder: Path) -> None:
     shutil.copy(shard(folder, 0), folder / "checkpoint_best-shard0.pt")
-    fails(folder, "checkpoint_best-shard0.pt, checkpoint_last-shard0.pt", "name the first file of one")
+    fails(folder, "checkpoint_best-shard0.pt, checkpoint_last-shard0.pt", "pass the first file of one")
     assert open_fairscale(shard(folder, 0)).world_size == 3
 
 
@@ -102,7 +102,7 @@ def test_a_file_that_lacks_a_part(folder: Path, key: str, says: tuple[str, ...])
 
 def test_a_file_that_is_no_dict(folder: Path) -> None:
     torch.save([1, 2], shard(folder, 0))
-    fails(folder, shard(folder, 0), "has a list in it")
+    fails(folder, shard(folder, 0), "contains a list")
 
 
 # --- the optimizer's state ------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_a_full_state_of_another_model(folder: Path) -> None:
     content = torch.load(RECORDED / "optim-flat-2" / "full.pt", weights_only=True)
     content["param_id_map"][8] = 1
     torch.save(content, folder / "full.pt")
-    fails(shard(folder, 0), folder / "full.pt", "has 9 parameters", "name 8", optimizer_files=folder / "full.pt")
+    fails(shard(folder, 0), folder / "full.pt", "has 9 parameters", "list 8", optimizer_files=folder / "full.pt")
 
 
 def test_two_optimizers_are_left_out_and_told_of(folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_two_optimizers_are_left_out_and_told_of(folder: Path) -> None:
         change(shard(folder, rank), lambda content: content.update(other=content["last_optimizer_state"]))
     source = open_fairscale(folder)
     assert source.optimizer is None
-    assert source.notes == ("last_optimizer_state, other are left out: a checkpoint has the state of one optimizer",)
+    assert source.notes == ("last_optimizer_state, other are ignored: a checkpoint has the state of one optimizer",)
 
 
 def test_a_range_that_is_not_in_a_tensor(folder: Path) -> None:

@@ -206,7 +206,7 @@ def test_state_by_numbers_is_read_with_names(of_two: Path, tmp_path: Path) -> No
     }
     torch.save({"model": whole["model"], "optimizer": numbered}, tmp_path / "numbered.pt")
     assert_is(open_fsdp1(tmp_path / "numbered.pt", Choices(param_order=names)), whole)
-    with pytest.raises(ValueError, match="numbers, and nothing says which they are"):
+    with pytest.raises(ValueError, match="numbers, but their names are unknown"):
         open_fsdp1(tmp_path / "numbered.pt")
 
 

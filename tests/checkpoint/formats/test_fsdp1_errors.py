@@ -47,7 +47,7 @@ def test_the_last_rank_s_file_is_missing(ranks: RankPool, folder: Path, tmp_path
 
 def test_a_file_of_another_world_size_is_among_them(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     (saved(ranks, tmp_path, "sharded", 2) / "rank1.pt").rename(folder / "rank1.pt")
-    fails(folder, "inner.0.weight", "of another number of ranks")
+    fails(folder, "inner.0.weight", "by another number of ranks")
 
 
 def test_a_file_of_another_model_is_among_them(folder: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_file_of_another_model_is_among_them(folder: Path) -> None:
 def test_a_truncated_file(folder: Path) -> None:
     data = (folder / "rank1.pt").read_bytes()
     (folder / "rank1.pt").write_bytes(data[: len(data) - 100])
-    fails(folder, folder / "rank1.pt", "cut short or damaged")
+    fails(folder, folder / "rank1.pt", "truncated or damaged")
 
 
 def test_a_file_without_a_state_dict(folder: Path) -> None:
@@ -74,12 +74,12 @@ def test_several_state_dicts(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_dict(tmp_path: Path) -> None:
     torch.save(torch.ones(2), tmp_path / "ones.pt")
-    fails(tmp_path / "ones.pt", tmp_path / "ones.pt", "has a Tensor in it")
+    fails(tmp_path / "ones.pt", tmp_path / "ones.pt", "contains a Tensor")
 
 
 def test_local_state_says_what_to_save_instead(ranks: RankPool, tmp_path: Path) -> None:
     path = saved(ranks, tmp_path, "local", 2)
-    fails(path, path / "rank0.pt", "LOCAL_STATE_DICT", "Load it with FSDP1 on as many ranks", "FULL_STATE_DICT")
+    fails(path, path / "rank0.pt", "LOCAL_STATE_DICT", "FSDP1 on the same number of ranks", "FULL_STATE_DICT")
 
 
 def test_flat_state_beside_weights_that_are_whole(ranks: RankPool, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_flat_state_beside_weights_that_are_whole(ranks: RankPool, tmp_path: Pat
     numbered = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     for rank in range(2):
         torch.save(numbered, whole / f"rank{rank}.pt")
-    says = (whole / "rank0.pt", "go by numbers", "FSDP.full_optim_state_dict")
+    says = (whole / "rank0.pt", "parameters have numbers", "FSDP.full_optim_state_dict")
     fails(whole / "model.pt", *says, optimizer_files=whole / "rank0.pt")
 
 

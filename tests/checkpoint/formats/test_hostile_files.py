@@ -159,7 +159,7 @@ STATES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "torch's position": ("torch's .* 624 of its numbers are left from position 624 on", _torch_position),
     "torch's length": ("torch's", lambda states: states.update(torch={"~tensor": ["U8", [2], "AAA="]})),
     "python's position": ("python's .* position", _python_position),
-    "none of numpy's": ("not those of Python's, NumPy's and torch's", lambda states: states.pop("numpy")),
+    "none of numpy's": ("do not include Python's, NumPy's and torch's", lambda states: states.pop("numpy")),
 }
 
 
@@ -203,21 +203,24 @@ def _put(value: Any, *keys: Any) -> Callable[[Any], None]:
 
 MANIFESTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "no ranks": ("world_size is 0", _put(0, "world_size")),
-    "states of other ranks": ("generators are not those of 1 ranks", _put([], "generators")),
-    "no model": ("model has no files and checksums, but None", _drop("model")),
-    "a model that is a list": ("model has no files", _put([], "model")),
-    "two numbers of a file": ("for its size", _put([1, 2], "model", "files", "model.safetensors")),
-    "a negative size": ("for its size", _put([-1, 2, 3], "model", "files", "model.safetensors")),
-    "a size beyond all": ("for its size", _put([10**30, 2, 3], "model", "files", "model.safetensors")),
-    "a file elsewhere": ("'../../x', and a checkpoint has none", _put([1, 1, 1], "model", "files", "../../x")),
+    "states of other ranks": ("there are not 1 states of generators", _put([], "generators")),
+    "no model": ("model should have files and checksums, but is None", _drop("model")),
+    "a model that is a list": ("model should have files", _put([], "model")),
+    "two numbers of a file": ("instead of its size", _put([1, 2], "model", "files", "model.safetensors")),
+    "a negative size": ("instead of its size", _put([-1, 2, 3], "model", "files", "model.safetensors")),
+    "a size beyond all": ("instead of its size", _put([10**30, 2, 3], "model", "files", "model.safetensors")),
+    "a file elsewhere": ("'../../x', which is not a name", _put([1, 1, 1], "model", "files", "../../x")),
     "no extra state": ("extra is None", _drop("extra")),
-    "a tensor without checksums": ("there are other checksums, or none", _put("", "model", "crc32", "wide.weight")),
+    "a tensor without checksums": (
+        "its checksums are missing or",
+        _put("", "model", "crc32", "wide.weight"),
+    ),
     "checksums without a tensor": ("has no tensor x", _put("", "model", "crc32", "x")),
     "checksums in other digits": ("eight digits", _put("+1234567", "model", "crc32", "wide.weight")),
-    "values of no kind": ("'values': no values are of the kind '~x'", _put({"~x": 1}, "values")),
+    "values of no kind": ("'values': unknown kind of value '~x'", _put({"~x": 1}, "values")),
     "no groups": ("rest of the optimizer's state is", _drop("optimizer_rest", "groups")),
     "a group without names": ("None for the names", _drop("optimizer_rest", "groups", 0, "params")),  # type: ignore[arg-type]
-    "a parameter without state": ("no state of 'x'", _put(["x"], "optimizer_rest", "groups", 0, "params")),
+    "a parameter without state": ("no state for 'x'", _put(["x"], "optimizer_rest", "groups", 0, "params")),
     "a state of no kind": ("'step' of 'wide.weight' is", _put(["x"], "optimizer_rest", "state", "wide.weight", "step")),
     "a state without a tensor": (
         "no tensor for the optimizer's state 'x'",
@@ -361,7 +364,7 @@ def test_a_pipe_is_an_error_and_nobody_waits(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
     for path in (tmp_path, tmp_path / name):
-        with bounded(), pytest.raises(ValueError, match=r"no regular file|no complete") as caught:
+        with bounded(), pytest.raises(ValueError, match=r"not a regular file|not a complete") as caught:
             open_source(path)
         assert str(tmp_path) in str(caught.value)
     with bounded(), pytest.raises((ValueError, FileNotFoundError)):
@@ -390,7 +393,7 @@ def test_an_index_names_files_in_its_folder_only(tmp_path: Path, how: str) -> No
     (folder / "x.safetensors").symlink_to(other / "secret.safetensors")
     (folder / "below").symlink_to(other)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": names[how]}}))
-    with pytest.raises(ValueError, match=r"index\.json names .* (not in|outside of) its folder"):
+    with pytest.raises(ValueError, match=r"index\.json names .* (not in|outside) its folder"):
         SafetensorsFiles(folder / "model.safetensors.index.json")
 
 
@@ -416,7 +419,7 @@ def test_checkpoints_of_ours_and_of_dcp_have_their_files_in_their_folder(ours: P
     for path in (next((tmp_path / "run").glob("model-*.safetensors")), next((tmp_path / "dcp").glob("*.distcp"))):
         path.rename(tmp_path / path.name)
         path.symlink_to(tmp_path / path.name)
-        with pytest.raises(ValueError, match=r"is a link to .*, outside of its folder"):
+        with pytest.raises(ValueError, match=r"is a link to .*, outside its folder"):
             open_source(path.parent)
     metadata = tmp_path / "dcp" / ".metadata"
     name = next((tmp_path / "dcp").glob("*.distcp")).name.encode()

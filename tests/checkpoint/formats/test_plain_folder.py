@@ -137,11 +137,11 @@ def test_an_index_of_absent_or_damaged_files_is_refused(tmp_path: Path, file: st
 def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
     model = shard("rows")
-    message = r"has parameter groups of \[2, 2\] parameters, and the given optimizer of \[4\]: make it with the same"
+    message = r"has parameter groups of \[2, 2\] parameters, but the given optimizer has groups of \[4\]"
     with pytest.raises(ValueError, match=message):
         fsdp.load(tmp_path / "saved", model, torch.optim.AdamW(model.parameters()))
     several = [torch.optim.AdamW([param]) for param in model.parameters()]
-    with pytest.raises(ValueError, match="has the state of one optimizer, and 4 were given"):
+    with pytest.raises(ValueError, match="has the state of one optimizer, but 4 were given"):
         fsdp.load(tmp_path / "saved", model, several)
 
 

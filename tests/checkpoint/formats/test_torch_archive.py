@@ -176,7 +176,7 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
     assert sum(done) == sum(record.nbytes for record in archive.records.values())
     flip(tmp_path / "all.pt", places(archive)[13])
     (problem,) = TorchArchive(str(tmp_path / "all.pt")).damaged(done.append)
-    assert problem.endswith("all.pt is damaged: all/data/0 in it is not what was saved")
+    assert problem.endswith("all.pt is damaged: all/data/0 in it does not match its checksum")
 
 
 def test_files_without_checksums_say_so(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_truncated_files_are_errors(tmp_path: Path, size: int) -> None:
     path = tmp_path / "all.pt"
     torch.save({"x": torch.arange(9.0)}, path)
     os.truncate(path, size % path.stat().st_size)
-    with pytest.raises(ValueError, match=r"all\.pt is no file of torch.save, or is cut short or damaged"):
+    with pytest.raises(ValueError, match=r"all\.pt is not a file of torch.save, or is truncated or damaged"):
         TorchArchive(str(path))
 
 
@@ -205,7 +205,7 @@ def test_a_pickle_that_was_changed_is_an_error(tmp_path: Path) -> None:
     torch.save({"x": torch.arange(9.0)}, path)
     record = TorchArchive(str(path)).records["all/data.pkl"]
     flip(path, record.begin + 20)
-    with pytest.raises(ValueError, match=r"all/data\.pkl in it is not what was saved"):
+    with pytest.raises(ValueError, match=r"all/data\.pkl in it does not match its checksum"):
         TorchArchive(str(path))
 
 

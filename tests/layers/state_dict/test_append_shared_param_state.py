@@ -210,7 +210,7 @@ def test_what_is_not_tied_is_refused() -> None:
     for param in foreign:
         assert_refused(
             lambda param=param: model.l3.append_shared_param(param),  # type: ignore[misc]
-            r"is no parameter which another wrapper has taken.*\(those are: weight\)",
+            r"is not a parameter of another wrapper.*\(those are: weight\)",
         )
     assert_refused(lambda: model.l1.append_shared_param(model.l1.module.weight), "those are: none")
 
@@ -231,7 +231,9 @@ def test_after_the_first_use_is_too_late() -> None:
     model = siblings()
     with model.l1.summon_full_params():
         assert_refused(
-            lambda: share_between(model.l1, model.l3), "inside summon_full_params.*Leave it first", RuntimeError
+            lambda: share_between(model.l1, model.l3),
+            "inside summon_full_params.*Leave the context first",
+            RuntimeError,
         )
     model.l1(torch.ones(2, 5))
     assert_refused(
@@ -278,6 +280,6 @@ def test_the_unit_around_them_must_have_the_same_ranks() -> None:
     root = fully_sharded()(model)
     assert_refused(
         lambda: root(torch.ones(2, 5)),
-        "lowest unit around all that share weight.*differs from them in their ranks",
+        "innermost unit around all modules that share weight.*differs from them in their ranks",
         RuntimeError,
     )

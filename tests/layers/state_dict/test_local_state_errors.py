@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "buffer's shape": (_with("table", torch.zeros(5)), r"'table' has shape \(5,\), and the model has \(2, 3\)"),
     "no tensor": (_with("flat_param_0", "text"), "'flat_param_0' is a str instead of a tensor"),
     "no values": (_with("table", torch.zeros(2, 3, device="meta")), "'table' has no values: it is on the meta device"),
-    "twice": (_with("_fsdp_wrapped_module.flat_param_0", torch.zeros(3)), "two keys .* stand for 'flat_param_0'"),
+    "twice": (_with("_fsdp_wrapped_module.flat_param_0", torch.zeros(3)), "two keys .* mean 'flat_param_0'"),
 }
 
 

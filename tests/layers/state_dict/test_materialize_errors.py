@@ -68,9 +68,9 @@ def removed(module: Any) -> None:
     ("init", "message"),
     [
         (half, r"0 \(Linear\): its initialisation left weight without values"),
-        (if_on_meta, r"left weight without values\. .* must not ask whether they are on the meta device"),
+        (if_on_meta, r"left weight without values\. .* must not test for the meta device"),
         (to_meta, r"0 \(Linear\): its initialisation left weight on the meta device"),
-        (reshaped, r"0 \(Linear\): its initialisation gave weight the shape \(3, 2\); it is \(2, 3\)"),
+        (reshaped, r"0 \(Linear\): its initialisation changed the shape of weight to \(3, 2\); it was \(2, 3\)"),
         (removed, r"0 \(Linear\): its initialisation removed weight"),
     ],
 )
@@ -110,7 +110,7 @@ def test_memory_that_a_parent_takes_away_again() -> None:
         for param in module.parameters(recurse=False):
             nn.init.ones_(param)
 
-    with pytest.raises(RuntimeError, match=r"\(MultiheadAttention\): .*other memory.*: weight, bias.*recurse=False"):
+    with pytest.raises(RuntimeError, match=r"\(MultiheadAttention\): .*reallocated.*: weight, bias.*recurse=False"):
         fsdp.materialize(nn.MultiheadAttention(4, 2, device="meta"), param_init_fn=init)
 
 

@@ -282,7 +282,7 @@ def test_values_that_users_assign_to_pieces_count() -> None:
 def test_what_has_no_values_cannot_be_assigned() -> None:
     model: Any = alone()(nn.Linear(5, 1))
     model.module.module.weight = nn.Parameter(torch.ones(1, 5, device="meta"))
-    with pytest.raises(RuntimeError, match="weight has no values now: what was assigned is on meta"):
+    with pytest.raises(RuntimeError, match="weight has no values now: the assigned tensor is on the meta device"):
         model(INPUTS)
 
 

@@ -85,11 +85,14 @@ MISFITS: list[tuple[Callable[[Any], None], str]] = [
     (with_a_key_too_many, r"Unexpected key\(s\) in state_dict: \"other\""),
     (with_another_shape, r"size mismatch for conv.bias: .*torch.Size\(\[9\]\).*torch.Size\(\[3\]\)"),
     (without_values, r"rank \d: conv.bias: expected a tensor of \[3\] with values"),
-    (with_a_dtensor, r"rank \d: conv.weight: a DTensor cannot be cut into shards here"),
-    (with_complex_numbers, r"rank \d: frozen is of torch.float32, and was given torch.complex64"),
+    (with_a_dtensor, r"rank \d: conv.weight: a DTensor cannot be sharded here"),
+    (with_complex_numbers, r"rank \d: frozen is of torch.float32, but the given value is of torch.complex64"),
     (with_something_else, r"frozen.*expected torch.Tensor or Tensor-like object.*received <class 'str'>"),
     (with_a_buffer_of_another_shape, r"size mismatch for table"),
-    (with_another_part, r"rank \d: conv.weight: this rank keeps elements \d+:\d+ of .*, and was given elements 0:36"),
+    (
+        with_another_part,
+        r"rank \d: conv.weight: this rank keeps elements \d+:\d+ of .*, but got elements 0:36",
+    ),
 ]
 
 
@@ -166,12 +169,8 @@ def _save_by_rank(folder: Path) -> None:
 def _load_by_rank(folder: Path) -> None:
     model: Any = nested_mlp(fully_sharded(), seed=1)
     state = torch.load(folder / f"{dist.get_rank()}.pt")
-    wanted = (
-        r"rank 1: entry.weight: this rank keeps elements 23:35 of \[7, 5\], and was given elements 15:31 of \[7, 5\]"
-    )
-    message = (
-        wanted if dist.get_rank() else "entry.weight: this rank keeps elements 0:23 .*, and was given elements 0:15"
-    )
+    wanted = r"rank 1: entry.weight: this rank keeps elements 23:35 of \[7, 5\], but got elements 15:31 of \[7, 5\]"
+    message = wanted if dist.get_rank() else "entry.weight: this rank keeps elements 0:23 .*, but got elements 0:15"
     with pytest.raises(RuntimeError, match=rf"(?s){message}.*load it with torch.distributed.checkpoint"):
         model.load_sharded_state_dict(state)
     assert_whole_state(model, nested_mlp, seed=1)

@@ -372,7 +372,7 @@ def test_extra_state_is_set_when_all_ranks_can_load() -> None:
 @on_ranks(2)
 def test_loading_with_assign_is_refused() -> None:
     model = nested_mlp(fully_sharded())
-    with pytest.raises(NotImplementedError, match="shards are copied into"):
+    with pytest.raises(NotImplementedError, match="values are copied into shards"):
         model.load_state_dict(nested_mlp(seed=1).state_dict(), assign=True)
 
 

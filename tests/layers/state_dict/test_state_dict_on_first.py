@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing() -> Non
     with pytest.raises(RuntimeError, match=r"size mismatch for trunk.0.weight"):
         model.load_state_dict(state if is_first() else None, rank0_only=True)
     assert_same_state(model.state_dict(), zoo().state_dict())
-    with pytest.raises((RuntimeError, TypeError), match="rank 0 has to pass a state dict, and passed a list"):
+    with pytest.raises((RuntimeError, TypeError), match="rank 0 must pass a state dict, but passed a list"):
         model.load_state_dict([1] if is_first() else state, rank0_only=True)
     train(model)
 

@@ -212,7 +212,9 @@ def test_an_optimizer_with_state_from_before_a_cast_names_the_parameter(form: st
     model.half()
     loss = model(torch.ones(2, 5, dtype=torch.float16)).square().mean()
     loss.backward()
-    said = r"state 'exp_avg' of .*weight.* is torch\.float32, and the parameter torch\.float16.*[Mm]ake a new optimizer"
+    said = (
+        r"state 'exp_avg' of .*weight.* is torch\.float32, but the parameter is torch\.float16.*Create a new optimizer"
+    )
     with pytest.raises(RuntimeError, match=said):
         optimizer.step()
     make(model.parameters(), eps=1e-3).step()

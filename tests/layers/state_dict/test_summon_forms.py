@@ -213,7 +213,7 @@ def test_no_state_dict_while_other_ranks_are_sharded() -> None:
     _, model = pair()
     with (
         model.summon_full_params(rank0_only=True),
-        pytest.raises(RuntimeError, match=r"Take it outside, with state_dict\(rank0_only=True\)"),
+        pytest.raises(RuntimeError, match=r"Call it outside the context, with state_dict\(rank0_only=True\)"),
     ):
         model.state_dict()
 

@@ -381,7 +381,7 @@ def test_it_does_not_nest_in_another_form() -> None:
         ({}, {"with_grads": True, "offload_to_cpu": True}, "offload_to_cpu=True, with_grads=True"),
     ):
         with model.summon_full_params(**outer):
-            with pytest.raises(RuntimeError, match=rf"nested in another form: .* already, and without {missing}\."):
+            with pytest.raises(RuntimeError, match=rf"nested summon_full_params.* already, without {missing}\."):
                 trunk.summon_full_params(**inner).__enter__()
             assert torch.equal(users(model).entry.weight, plain.entry.weight), "the outer one goes on"
     with model.summon_full_params(with_grads=True), trunk.summon_full_params():
