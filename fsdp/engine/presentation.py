@@ -356,10 +356,10 @@ class Presentation:
         """
         if self.look is not Look.COMPUTING and not self.is_exposed:
             raise RuntimeError(
-                f"'{name}' of this {type(module).__name__} is sharded, and can no longer be computed from other "
-                "parameters. Apply weight norm, spectral norm, pruning and other parametrizations before sharding; and "
-                "do not use torch's FullyShardedDataParallel around a sharded model, because it flattens parameters "
-                "again."
+                f"'{name}' of this {type(module).__name__} is sharded, and can no longer be deleted or computed from "
+                "other parameters. Apply weight norm, spectral norm, pruning and other parametrizations before "
+                "sharding; and do not use torch's FullyShardedDataParallel around a sharded model, because it flattens "
+                "parameters again."
             )
         module.__dict__.pop(name, None)
         if (module, name) in self._at:  # else it is a flat parameter
