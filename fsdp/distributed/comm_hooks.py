@@ -98,7 +98,8 @@ class CommHook:
         if _kind(shard) != expected:
             raise RuntimeError(
                 f"{call.name}: the communication hook {self.name} replaced `shard` by {list(shard.shape)} of "
-                f"{shard.dtype} on {shard.device}; it was [{expected[0][0]}] on {expected[1]}: fill it in place."
+                f"{shard.dtype} on {shard.device}; it was [{expected[0][0]}] of {gradient.dtype} on {expected[1]}: "
+                "fill it in place."
             )
         return shard.to(dtype)
 

@@ -38,7 +38,7 @@ def test_a_group_that_torch_cannot_connect_anew_again_is_an_error(
     monkeypatch.setattr(messages, "_KINDS", range(66))
     messages.renew(group)
     messages.renew(group)
-    with pytest.raises(RuntimeError, match=r"group .* anew 2 times, .*start the job again from its last check"):
+    with pytest.raises(RuntimeError, match=r"reconnected the process group .* 2 times, .*start the job again"):
         messages.renew(group)
 
 

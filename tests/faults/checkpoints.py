@@ -210,7 +210,7 @@ FAULTS = {
             unit=r"head|blocks|saved", remedy="load another checkpoint|is damaged"),
         damaged("the manifest cut short", do=file("checkpoint.json", cut), unit="saved", after="kept train"),
         damaged("the manifest is gone", do=file("checkpoint.json", Path.unlink),
-            unit="saved", remedy="no complete checkpoint", after="kept train"),
+            unit="saved", remedy="not a complete checkpoint", after="kept train"),
         damaged("of a newer version", do=file("checkpoint.json", newer), kind="other versions",
             unit="version 2", after="kept train"),
         damaged("weights of another model", do=of_another_model, kind="exchanged files",
