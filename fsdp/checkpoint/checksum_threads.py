@@ -32,6 +32,9 @@ class ChecksumThreads:
         if self._last is not None:
             self._start(*self._last)
         self._last = (name, begin, memory)
+        if not self._most:  # now, while the processor's cache has the block
+            self._found.append(fragment(*self._last))
+            self._last = None
 
     def take(self) -> list[Fragment]:
         """Return the fragments added since the last call, in order."""
