@@ -78,7 +78,7 @@ class UsageError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], None] | None = None) -> int:
-    """Run the command, and return the exit code; `add_commands` adds subcommands other than for checkpoints."""
+    """Run the command, and return the exit code; `add_commands` adds subcommands that do not concern checkpoints."""
     parser = _parser(add_commands)
     args = parser.parse_args(arguments)
     if not hasattr(args, "run"):
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], N
 
 
 def _is_of_interrupt(error: BaseException | None) -> bool:
-    """Return whether an interrupt has caused an error, because torch's archives replace its exception."""
+    """Return whether an interrupt has caused an error; torch's archives raise another exception instead."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

@@ -93,7 +93,7 @@ class Difference(NamedTuple):
 
 
 def differences(one: Recorded, other: Recorded) -> Iterator[Difference]:
-    """Yield the differences in the steps of both recordings, in the order of the training."""
+    """Yield the differences up to the end of the shorter recording, in the order of the training."""
     last = min(one.last_step, other.last_step)
     for place in sorted({*one.entries, *other.entries}, key=_in_time):
         mine, others = one.entries.get(place, {}), other.entries.get(place, {})

@@ -91,7 +91,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
     """Remove all checkpoints in a folder except the `keep` highest steps and `step`.
 
-    Incomplete folders of lower steps are also removed, except during a running save.
+    Incomplete folders of lower steps are also removed. Folders of running saves are kept.
     """
     kept = {*sorted(steps(folder))[-keep:], step}
     for number in _steps_named_in(folder) - kept:

@@ -295,7 +295,7 @@ def _names_of(place: str, model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 
 def _compare(source: Source, everyone: Sequence[Ranks]) -> None:
-    """Collective. Compare the checksums, if any, of blocks that multiple ranks have read in part."""
+    """Collective. Compare the checksums, if any, of blocks that ranks have read only in part."""
     checked = [files for files in (source.model, source.optimizer) if isinstance(files, CheckedFiles)]
     if not checked:
         return

@@ -119,7 +119,7 @@ class Optimizers:
             optimizer.load_state_dict({"state": own, "param_groups": groups})
             for param in () if isinstance(optimizer, OwnedOptimizer) else numbers.keys() & states.keys():
                 for key, value in states[param].items():
-                    if isinstance(value, Tensor) and key != "step":  # which torch casts to the parameter's dtype
+                    if isinstance(value, Tensor) and key != "step":  # torch casts these to the parameter's dtype
                         device = value.device if value.dim() else optimizer.state[param].get(key, value).device
                         optimizer.state[param][key] = value.to(device)
 
@@ -378,7 +378,7 @@ def _other_settings(optimizers: Optimizers, rest: Any) -> list[str]:
     if not saved or own == saved or wanted == given:
         return []
     return [
-        f"the optimizer is {own}, with the settings {', '.join(sorted(wanted - given)) or 'of its own'}, but that of "
+        f"the optimizer is {own}, with settings {', '.join(sorted(wanted - given)) or 'of its own'}, but that of "
         f"the checkpoint is {saved}, with {', '.join(sorted(given - wanted)) or 'fewer'}"
     ]
 

@@ -149,7 +149,7 @@ def files_by_name(index: str) -> dict[str, str]:
     places = {file: beside(index, file) for file in names.values()}
     for name, file in names.items():
         if not os.path.exists(places[file]):
-            raise FileNotFoundError(f"{index} names {places[file]} for {name}, which does not exist")
+            raise FileNotFoundError(f"{index} names {places[file]}, which does not exist, for {name}")
     return {name: places[file] for name, file in names.items()}
 
 
@@ -441,7 +441,7 @@ class Entry:
 
 
 def _batches(every: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Group adjacent ranges into batches of at most `most` bytes."""
+    """Group consecutive ranges, with or without gaps, into batches of at most `most` bytes."""
     batch: list[tuple[int, int]] = []
     room = most
     for begin, end in every:

@@ -208,8 +208,8 @@ def save(
         ValueError: for an optimizer of other parameters, or two optimizers of the same parameter; for state that is
             neither a number nor of the parameter's shape (the message names parameter, key and shape); if other ranks
             of this job have saved a different model to `path`, for example another stage of a pipeline.
-        NotImplementedError: for parameters on two meshes neither of which contains the other (the message names two
-            parameters and their ranks); for `Partial` placements.
+        NotImplementedError: for parameters on two overlapping meshes neither of which contains the other (the message
+            names two parameters and their ranks); for `Partial` placements.
     """
     place = Place(path, step, keep)
     found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)

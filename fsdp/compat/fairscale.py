@@ -129,13 +129,13 @@ class _Refused:
 
 
 class ShardedDataParallel(_Refused):
-    """Replaces FairScale's class, which shards gradients by unsharded parameters; creating one raises an error."""
+    """Replaces FairScale's class, which shards gradients by whole parameters; creating one raises an error."""
 
     instead = "wrap with FullyShardedDataParallel(reshard_after_forward=False), which needs no optimizer of its own"
 
 
 class OSS(_Refused):
-    """Replaces FairScale's optimizer, which shards its state by unsharded parameters; creating one raises an error."""
+    """Replaces FairScale's optimizer, which shards its state by whole parameters; creating one raises an error."""
 
     instead = "wrap with FullyShardedDataParallel, after which any optimizer of its parameters() is sharded"
 
@@ -146,7 +146,7 @@ class ReduceScatterBucketer:
     This library does not use this class in training, but the buckets of `engine.reduction`.
 
     Args:
-        bucket_cap_mb: the maximum size of a bucket in MiB, for all ranks; 0 or less reduces each tensor immediately.
+        bucket_cap_mb: the maximum size of a bucket in MiB, over all ranks; 0 or less reduces each tensor immediately.
     """
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
@@ -424,7 +424,7 @@ def install(force: bool = False) -> None:
         force: if True, replace FairScale even if it is installed.
 
     Raises:
-        RuntimeError: if FairScale is installed, unless `force` is True; also if `fairscale` was already imported,
+        RuntimeError: if FairScale is installed, unless `force` is True; always if `fairscale` was already imported,
             because modules would continue to use the imported classes.
     """
     if _FINDER in sys.meta_path:

@@ -44,8 +44,7 @@ def install() -> None:
 def uninstall() -> None:
     """Undo `install`: restore torch's names in torch, and in all modules updated by `install`.
 
-    Sharded models continue to work. Modules that were imported after `install` keep this library's
-    names.
+    Sharded models continue to work. Modules that were imported after `install` keep this library's names.
     """
     theirs = {id(PROVIDED[name]): each for name, each in _TORCHS.items()}
     _exchange([*_modules("torch."), *_found], theirs)

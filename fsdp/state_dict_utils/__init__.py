@@ -449,7 +449,7 @@ def _info(path: Path, leaf: Any) -> Any:
 def _packed(described: Any) -> bytes:
     for path, leaf in leaves(described):
         if isinstance(leaf, torch.UntypedStorage):
-            reason = TypeError("torch.load returns it as another class; send a view of it")
+            reason = TypeError("torch.load returns it as another class; send a tensor that views it")
             raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be sent', reason)}")
     try:
         return _saved(described)

@@ -342,7 +342,7 @@ def check_types(tree: Any, type_check: bool) -> None:
 
 
 def with_own_leaves(tree: Any) -> Any:
-    """Return the tree with copies of all leaves other than tensors and immutable values."""
+    """Return the tree with copies of all leaves other than dense tensors and immutable values."""
 
     def own(path: Path, leaf: Any) -> Any:
         try:

@@ -404,7 +404,7 @@ def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(t
     fsdp.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(
-        RuntimeError, match=r"is SGD, with the settings .*momentum.*, but that of the checkpoint is AdamW, .*betas"
+        RuntimeError, match=r"is SGD, with settings .*momentum.*, but that of the checkpoint is AdamW, .*betas"
     ):
         fsdp.load(tmp_path / "run", model, sgd)
     assert sgd.param_groups[0]["momentum"] == 0.9

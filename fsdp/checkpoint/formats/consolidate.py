@@ -35,8 +35,8 @@ def consolidate(
     changed.
 
     Args:
-        shard_weights: each rank's `local_state_dict`, in rank order. With hybrid sharding, all ranks or only the
-            first replica are required.
+        shard_weights: each rank's `local_state_dict`, in rank order. With hybrid sharding, pass those of all
+            ranks or only of the first replica.
         shard_metadata: the same ranks' `local_metadata_dict`.
         with_module_buffers: if True, add rank 0's buffers and other unsharded data.
         strict: if False, skip parameters and buffers that rank 0's weights lack, and keys that no metadata name.

@@ -88,7 +88,7 @@ def require_apart(source: Source, target: str) -> None:
     """Raise ValueError if a checkpoint would be written over itself, or into itself."""
     place, other = os.path.realpath(source.path), os.path.realpath(target)
     if other == place or os.path.dirname(place) == other:
-        raise ValueError(f"{target} is the checkpoint itself: convert to another path")
+        raise ValueError(f"{target} is the checkpoint itself, or the folder that contains it: convert to another path")
 
 
 def tree_of(

@@ -141,7 +141,7 @@ class DcpFolder:
         return _with_lists(root)
 
     def _path(self, name: str) -> tuple[Any, ...]:
-        """Return the path of a value in the tree. Without saved paths, names with usual keys are split at a dot."""
+        """Return the path of a value in the tree. Without saved paths, usual keys are split off at the first dot."""
         if name in self._paths:
             return tuple(self._paths[name])
         known = (*MODEL_KEYS, *OPTIMIZER_KEYS)

@@ -46,7 +46,7 @@ class Choices:
 
     model_key: str | None = None  # the keys on the path to the model, separated by dots
     optimizer_key: str | None = None
-    param_order: Sequence[str] | None = None  # names (for FairScale keys of shards) for an optimizer's numbers
+    param_order: Sequence[str] | None = None  # for an optimizer's numbers: names, or FairScale's keys of shards
     only: str | None = None  # "model" or "optimizer", if only that part is needed
     optimizer_files: str | os.PathLike[str] | None = None  # for ranks' files, if optimizer state is in separate files
 
