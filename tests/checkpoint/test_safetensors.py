@@ -201,7 +201,7 @@ def test_a_folder_with_several_files_and_no_index_or_with_none_is_refused(tmp_pa
 def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
     save_folder(tmp_path)
     (tmp_path / "two.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"index\.json names .*two\.safetensors for c"):
+    with pytest.raises(FileNotFoundError, match=r"index\.json names .*two\.safetensors, which does not exist, for c"):
         SafetensorsFiles(tmp_path)
 
 
