@@ -94,7 +94,7 @@ def use_torch_collectives(enabled: bool = True) -> None:
 
     This setting is intended for tools that count or trace collectives by patching these functions, and for
     comparisons. Communication becomes slower: gloo's reduce-scatter sends twice the bytes. NCCL always uses these
-    collectives, without this setting. Call this function on all ranks with the same argument, before wrapping;
+    collectives, with or without this setting. Call this function on all ranks with the same argument, before wrapping;
     models that are already wrapped do not change. ``enabled=False`` restores the default.
     """
     global _only_torch

@@ -160,7 +160,7 @@ class Communicator(ABC):
         return self
 
     def apart(self) -> Communicator:
-        """Return a separate communicator of the same ranks, for a thread on the CPU. The first call is collective."""
+        """Return a separate communicator of the same ranks for a thread's CPU tensors; collective the first time."""
         return self
 
     def share_memory(self, nbytes: int) -> None:  # noqa: B027 (most backends ignore it)
@@ -416,8 +416,8 @@ def incomplete(what: str, error: RuntimeError) -> RuntimeError:
 def after_closing() -> Iterator[None]:
     """Skip all waits of this thread in the context, because connections are closed and no more messages arrive.
 
-    gloo (seen in torch 2.13) never completes a message if the peer requested it and then closed the connection.
-    Without this context, such a wait would end with the group's timeout.
+    gloo (seen in torch 2.13) never completes a message if the peer requested it, but closed the connection before
+    receiving it. Without this context, such a wait would end with the group's timeout.
     """
     token = _limit.set((timedelta(milliseconds=1),))
     try:

@@ -81,7 +81,7 @@ class CopyStream:
         return source.to(HOST, copy=True), Arrival()
 
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Call `use` with a copy of `source` on the host, in `settle` or earlier."""
+        """Call `use` with the values of `source` on the host, copied unless they are there, in `settle` or earlier."""
         use(source.cpu())
 
     def settle(self) -> None:

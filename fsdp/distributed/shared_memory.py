@@ -97,7 +97,7 @@ class _Slots(_Memory):
         return os.getpid(), self._fd, self.nonce.hex()
 
     def empty(self, nbytes: int) -> Tensor | None:
-        """Allocate bytes in a slot until they are released and read; None if the limit or the memory is exhausted."""
+        """Return bytes in a slot, in use until they are released and read; None if the limit or memory is exhausted."""
         try:
             start = self._take(nbytes, is_bounded=True)
         except OSError:

@@ -307,7 +307,7 @@ class Watchdog:
             Event(kind, text, self._rank).write(_folder)
 
     def _give_up(self, reason: str, among: Iterable[int] | None = None) -> None:
-        """Abort the waits of this rank, in all groups or in the groups that consist of the ranks `among`."""
+        """Abort the waits of this rank, in all groups or in the groups with only ranks from `among`."""
         self._given_up = reason
         everyone = [self._rank, *self._others]
         for one in communicator.communicators_among(everyone if among is None else among):

@@ -94,8 +94,8 @@ def by_stored_names(full: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _OTHER_NUMBERS = (
-    "This state has numbers instead of names, which depend on the wrapped modules: wrap the same modules as when it "
-    "was saved; or convert it to names, with a model that is wrapped in the same way "
+    "This state has numbers instead of names, and numbers depend on the wrapped modules: wrap the same modules as when "
+    "it was saved; or convert it to names, with a model that is wrapped in the same way "
     "(fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names'))."
 )
 _OTHER_MODEL = (

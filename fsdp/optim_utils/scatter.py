@@ -218,8 +218,8 @@ def groups_as_saved(params: Parameters, full: Given) -> list[tuple[dict[str, Any
         members = [one for one in params.listed if one in present]
         if members != list(present) and full.order is None:
             raise ValueError(
-                f"the optimizer state has names, and {places[0][1].name} and others in another order than this model, "
-                "perhaps the optimizer's: pass the optimizer as well: "
+                f"the optimizer state has names, and lists {places[0][1].name} and others in another order than this "
+                "model, perhaps the optimizer's: pass the optimizer as well: "
                 "fsdp.optim_utils.shard_full_optim_state_dict(model, full, optimizer)"
             )
         own = {*places}

@@ -124,7 +124,7 @@ class Work(Transfer, dist.Work):
         tensors: the inputs and outputs, which are kept alive.
 
     Attributes:
-        complete: a function that completes the collective on all ranks; None until all ranks have called it.
+        complete: a function that completes the collective on all ranks; None until all ranks take part.
     """
 
     def __init__(

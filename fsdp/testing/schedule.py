@@ -143,7 +143,7 @@ class Schedule:
             self._take(task)
 
     def beside(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that executes `run` in a new concurrent thread of a rank."""
+        """Return the function with which a new concurrent thread of a rank must call `run`."""
         with self._mutex:
             self._beside += 1
 

@@ -36,7 +36,7 @@ class WorldError(RuntimeError):
     """Ranks of a world have raised exceptions.
 
     Attributes:
-        errors: the exceptions by rank; ranks that returned, or were ended by a fault, are not included.
+        errors: the exceptions by rank; ranks that returned, or died by a fault, are not included.
         results: the results of the ranks that returned, by rank.
     """
 
@@ -89,7 +89,7 @@ class World:
         self.order: list[int] = []
 
     def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``body(*args, **kwargs)`` on every rank, and return the results in rank order, None for ended ranks.
+        """Call ``body(*args, **kwargs)`` on every rank, and return the results in rank order, None for dead ranks.
 
         Every rank starts with the caller's random state. All ranks share the argument objects.
 

@@ -207,7 +207,7 @@ class Receiver(AbstractContextManager["Receiver"]):
             self._last = None
 
     def _greet(self, link: Link) -> Update | None:
-        """Accept a rank, and return the update if this is the last rank to connect; raise an error for others."""
+        """Accept a rank; return the update if this is the last rank to connect. Raise an error for invalid senders."""
         accept(link, self._key)
         hello = link.receive_json(Kind.STREAM)
         if is_shared_memory(self.address):
