@@ -305,7 +305,7 @@ class Compression:
             feedback.begin_with(None if number else own)
 
     def __str__(self) -> str:
-        """Return the bytes that a rank sends for an all-gather and a reduction of all units, and their exact bytes."""
+        """Return the bytes that a rank sends to all-gather and reduce all units, with and without quantisation."""
         handles = [(unit, handle) for unit in self._units for handle in unit.handles]
         gathered, reduced, replicated = _Sent(self.gather), _Sent(self.reduce), _Sent(self.replicas)
         for unit, handle in handles:
@@ -394,13 +394,13 @@ def _problems(unit: Unit, reduce: Any, gather: Any, replicas: Any) -> Iterator[s
     if (reduce or gather or replicas) and unit.placements.is_nested:
         yield f"{unit.name} has optimizer state that is sharded over replicas as well: use HYBRID_SHARD or FULL_SHARD"
     if reduce and unit.policy.comm_hook is not None:
-        yield f"{unit.name} has a communication hook, which sends gradients by itself: omit one of them"
+        yield f"{unit.name} has a communication hook, which sends gradients by itself: omit the hook or `reduce`"
     for handle in unit.handles:
         across = replicas and _has_replicas(unit, handle)
         if not (handle.is_sharded or across):
             continue
         if reduce and isinstance(handle.reduce_comm, InFront) and not isinstance(handle.reduce_comm, Quantizing):
-            yield f"{handle.name} has a custom reduce-scatter, which sends gradients by itself: omit one of them"
+            yield f"{handle.name} has a custom reduce-scatter, which sends gradients by itself: omit it or `reduce`"
         if gather and any(each is not None for each in handle.flat_param.examples):
             yield f"{handle.name} is of a class with a custom all-gather (fsdp_pre_all_gather): omit `gather`"
         if (reduce or gather or across) and any(part is not None for part in handle.flat_param.parts):

@@ -25,7 +25,8 @@ def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device:
 
     Squares are computed in float64, exactly for narrower dtypes, and summed in fixed point: as three integers of
     ``62 - b`` bits each, for fewer than ``2**b`` elements. So the error of each square is at most
-    ``2**(3 * b - 187)`` of the largest square, and the total error for 10**12 elements (b = 40) at most ``2**-27``.
+    ``2**(3 * b - 187)`` of the largest square, and for 10**12 elements (b = 40) the total error at most ``2**-27`` of
+    the largest square.
 
     Args:
         comms: communicators that together, in sequence, reach all ranks with a part of the tensors.

@@ -76,7 +76,7 @@ def follow_grad_dtypes(handles: Iterable[FlatParamHandle]) -> None:
             continue
         if len(dtypes) > 1:
             raise ValueError(
-                f"{handle.name}: its parameters have different values of grad_dtype since sharding "
+                f"{handle.name}: its parameters have different values of grad_dtype, set after sharding "
                 f"({', '.join(sorted(map(str, dtypes)))}). Set grad_dtype before sharding, which puts such parameters "
                 "into different flat parameters; or set one grad_dtype for all parameters of a unit."
             )

@@ -88,8 +88,7 @@ def _waiting(listed: Sequence[_Listed], ranks: Sequence[Communicator]) -> list[b
     for one, waits, is_meta in zip(listed, waiting, by_rank[0], strict=True):
         if is_meta and not waits:
             raise RuntimeError(
-                f"sync_module_states=True: {one.name} is on the meta device on rank 0, but this rank must send its "
-                "values"
+                f"sync_module_states=True: {one.name} is on the meta device on rank 0, which must send its values"
             )
     return waiting
 

@@ -31,7 +31,7 @@ def refuse(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any])
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer" and any(is_dtensor(p) or is_spread(p) for p in ours):
         raise RuntimeError(
             "ZeroRedundancyOptimizer steps each parameter on one rank and sends it to ranks with different shards. Use "
-            "its optimizer_class without it: its state is sharded like the parameters."
+            "its optimizer_class directly: that optimizer's state is sharded like the parameters."
         )
     _refuse_what_dtensors_lack(optimizer, ours)
     _refuse_original_parameters(optimizer, params)

@@ -169,7 +169,7 @@ class PackedForm:
             how: arguments of `FlatParameter.shard_of`.
 
         Raises:
-            ValueError: for rows of torch.uint8 parameters in the same group that are not whole blocks.
+            ValueError: for rows of torch.uint8 parameters, grouped with bytes, that are not whole blocks.
         """
         block = unit.placements.block_numel
         if not any(param in self._packings for param in params):

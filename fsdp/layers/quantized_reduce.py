@@ -26,7 +26,7 @@ class Feedback:
     """The rounding errors of a handle's gradients, which are added to the next gradient.
 
     Args:
-        handle: the handle.
+        handle: the handle of the gradients.
         comm: the communicator for exact reductions, without a front.
 
     Attributes:

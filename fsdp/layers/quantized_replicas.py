@@ -30,7 +30,7 @@ class ReplicaFeedback:
     """The rounding errors of a handle's messages (pieces and sums), which are added to the next gradient.
 
     Attributes:
-        handle: the handle.
+        handle: the handle of the gradients.
         errors: ``[shard_numel]`` in bfloat16, the errors of this rank's messages; None before the first sum.
     """
 

@@ -57,7 +57,7 @@ class SameBits:
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        micro_batches: the number of micro-batches in a step on all ranks, a multiple of the number of ranks.
+        micro_batches: the number of micro-batches in a step, on all ranks together: a multiple of the number of ranks.
         seed: the seed for the random numbers of micro-batches.
 
     Raises:

@@ -3,8 +3,8 @@
 The function finds the parameters that belong to no inner unit, with all their uses. Ranks and device are determined,
 and similar parameters are grouped. Each group becomes this rank's shard of a flat parameter. The original parameters
 are removed from their modules, and their memory is freed. The unit creates a handle for each flat parameter, and
-methods of the modules are overridden. The two interfaces differ in the parameters for optimizers and in modules; a
-`ParamForm` defines them.
+methods of the modules are overridden. The two interfaces differ in the parameters that optimizers see and modules
+list; a `ParamForm` defines them.
 """
 
 from __future__ import annotations

@@ -276,7 +276,8 @@ def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, 
 def _by_machine(group: Group, given: str) -> tuple[Group, Group | None]:
     """Collective the first time. Split a group over multiple machines into groups within and across machines.
 
-    `given` is the environment variable with the number of ranks of a machine. Across a single machine, None.
+    `given` is the value of `LOCAL_WORLD_SIZE`, the number of ranks of a machine. For a single machine, the second
+    group is None.
     """
     if group.size() == 1:
         return group, None
@@ -295,7 +296,7 @@ def _by_machine(group: Group, given: str) -> tuple[Group, Group | None]:
     if len(rows) == 1:
         return group, None
     columns = [list(column) for column in zip(*rows, strict=True)]
-    # Each rank creates its shard group first, then its replica group; only the members of a group take part.
+    # All shard groups are created before the replica groups, because only the members of a group may take part.
     return _new_group(group, rows), _new_group(group, columns)
 
 

@@ -95,8 +95,8 @@ class Saving:
             check_dtype("dtype", self.dtype)
             if keep_vars:
                 raise ValueError(
-                    "state_dict(keep_vars=True) returns the tensors themselves, so it conflicts with dtype: omit one "
-                    "of them"
+                    "state_dict(keep_vars=True) returns the tensors themselves, so it conflicts with dtype: omit "
+                    "keep_vars or dtype"
                 )
 
 

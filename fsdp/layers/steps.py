@@ -280,8 +280,8 @@ def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:
 def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> str:
     """Return a text that must be the same on all ranks when an optimizer has stepped these handles' shards.
 
-    The text excludes options that the user has added to groups, and the number of local shards of original parameters:
-    empty local shards may be missing on other ranks.
+    The text excludes options that the user has added to groups, and the number and order of local shards of original
+    parameters: empty local shards may be missing on other ranks.
     """
     kind, lines, order = type(optimizer).__name__, [], array("q")
     listed = ((handle.tags.number << _SLOT_BITS, handle.listed_params) for handle in handles)

@@ -227,7 +227,7 @@ def _parameters(runtime: Runtime) -> list[nn.Parameter]:
 
 
 def _with_parameters(tensors: Sequence[Any]) -> Owned:
-    """Return each tensor with its parameter: itself, or the parameter whose gradient it is."""
+    """Return each tensor with the parameter whose gradient it is; other tensors with themselves."""
     owners: dict[Any, Any] = {}
     for param in (param for runtime in runtimes() for param in _parameters(runtime)):
         owners[id(param)] = param

@@ -65,7 +65,7 @@ class Trace:
     def begin(self) -> None:
         """Collective. Record from now on."""
         if self._runtime is None or self._recorder is not None:
-            raise RuntimeError("this trace is complete: create another one with fsdp.trace()")
+            raise RuntimeError("this trace has already begun: create another one with fsdp.trace()")
         with during("fsdp.trace()"):
             from_everyone(self._runtime.root.everyone, None)  # so that all ranks begin together
         self._recorder = _Recorder(self._runtime, self._end_step)

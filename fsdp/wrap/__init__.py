@@ -419,7 +419,7 @@ def _warn_unwrapped(what: str, module: nn.Module, remedy: str) -> None:
 
 
 def wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is_allowed: bool) -> list[nn.Module]:
-    """Return the wrappers in a module; raise ValueError if the root is a wrapper, or if no wrappers are allowed."""
+    """Return the wrappers in a module; raise ValueError for the root, and for any wrapper if none is allowed."""
     kind: Any = wrapper_cls
     while isinstance(kind, functools.partial):
         kind = kind.func

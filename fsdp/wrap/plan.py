@@ -79,7 +79,7 @@ class PlannedUnit:
         unsharded_bytes: the bytes of the all-gathered parameters, in the compute dtype.
         gradient_bytes: the bytes of the shard's reduced gradient; 0 if the unit is frozen.
         flat_parameters: the number of flat parameters.
-        all_gathers: how often its flat parameters are gathered in one step. Small ones share collectives across units.
+        all_gathers: the all-gathers of all its flat parameters in one step. Small ones share collectives across units.
     """
 
     name: str

@@ -99,7 +99,7 @@ def _wrapped(module: Norms, wrap: Wrap) -> nn.Module:
 @on_ranks(4)
 def test_rank_0_of_all_replicas_needs_values() -> None:
     module = on_meta(mlp) if dist.get_rank() == 0 else nested_mlp()
-    with pytest.raises(RuntimeError, match=r"on the meta device on rank 0, but this rank must send its values"):
+    with pytest.raises(RuntimeError, match=r"on the meta device on rank 0, which must send its values"):
         sharded(sync_module_states=True, **spread("2 replicas of 2 shards"))(module)
 
 

@@ -234,7 +234,7 @@ def test_different_ones_for_parameters_that_are_sharded_together_are_an_error(fo
     model = sharded(Weights(grad_dtype=BRAIN), form)
     next(model.parameters()).grad_dtype = SINGLE
     with pytest.raises(
-        ValueError, match=r"different values of grad_dtype since sharding \(torch.bfloat16, torch.float32"
+        ValueError, match=r"different values of grad_dtype, set after sharding \(torch.bfloat16, torch.float32"
     ):
         backward(model, 1.0)
 

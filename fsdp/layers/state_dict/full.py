@@ -78,7 +78,7 @@ def ensure_agreed(root: Unit) -> None:
 
 
 def ensure_same_values(root: Unit) -> None:
-    """Collective the first time. Compare the values with which the ranks were wrapped, before the values are read."""
+    """Collective the first time. Compare the values that the ranks have wrapped, before the values are read."""
     if root.state is not TrainingState.SUMMON_FULL_PARAMS:
         agree_on_values(units_in(root))
 

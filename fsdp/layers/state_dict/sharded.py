@@ -59,7 +59,7 @@ class Part:
     stop: int
     name: str = field(compare=False)  # of the tensor, for messages
     rank: int = field(compare=False)  # this rank's number, for messages
-    is_alone: bool = field(compare=False)  # no other rank holds elements of the tensor
+    is_alone: bool = field(compare=False)  # this rank holds all elements of the tensor
 
     @classmethod
     def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
