@@ -133,7 +133,7 @@ def fully_shard(
             on other devices are moved to the mesh's device.
         reshard_after_forward: whether to reshard parameters after forward, and all-gather them again for backward. None
             excludes the outermost module, which backward uses first; True includes it. False keeps all unsharded. A
-            number shards them between forward and backward over that many neighbouring ranks, for example of a machine:
+            number shards them over that many neighbouring ranks, for example of a machine, from which backward gathers:
             more memory. Creating groups is collective over the mesh. "host" uses host memory, see `Placements`.
         shard_placement_fn: called with each parameter; returns ``Shard(dim)``, or None for ``Shard(0)``; or torch's
             ``ShardPlacementResult``, which may contain another mesh: inner modules with parameters on another mesh are

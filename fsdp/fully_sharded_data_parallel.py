@@ -418,7 +418,7 @@ class FullyShardedDataParallel(Wrapper):
         self.module.module.compile(*args, **kwargs)
 
     def report(self) -> on_demand.Report:
-        """Return what the last `fsdp.trace` measured for each unit, on any rank; see docs/performance.md.
+        """Return what the last `fsdp.trace` of this model measured for each unit, on any rank; see docs/performance.md.
 
         Raises:
             RuntimeError: if the model was not traced. Without a trace no statistics are recorded.

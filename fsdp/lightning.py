@@ -246,7 +246,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Run `configure_model` with this strategy's arguments as defaults of `fsdp.wrap` and `fsdp.auto_wrap`."""
+        """Surround `configure_model`: `fsdp.wrap` and `fsdp.auto_wrap` use this strategy's arguments by default."""
         options = {**self._precision_arguments(), **self._wrapper_options(), "compute_device": self.root_device}
         try:
             with fsdp.enable_wrap(self._policy(), wrapper_cls=fsdp.FullyShardedDataParallel, **options):
@@ -310,7 +310,7 @@ class FullyShardedStrategy(DDPStrategy):
         return self._required_wrapper().state_dict(rank0_only=True) if self._is_full else {}
 
     def _wait_for_errors(self) -> None:
-        """Collective. Raise an error if a callback saves because of an exception that other ranks do not have.
+        """Collective. Raise an error if a callback saves because of an exception that not all ranks have.
 
         The other ranks would continue their step, whose collectives do not match the collectives of a save. All ranks
         therefore synchronize using the store.
@@ -395,7 +395,7 @@ class FullyShardedStrategy(DDPStrategy):
         self._together("save the last checkpoint", self._finish_saving)
         save: Callable[..., Any] = fsdp.save
         module = self.lightning_module
-        # While it is running, the Trainer waits for pending writes at its end.
+        # Only a running Trainer waits for pending writes at its end.
         is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
         if isinstance(self.checkpoint_io, AsyncCheckpointIO) and is_running:
             self._saver = self._saver or fsdp.checkpoint.Saver()
@@ -463,7 +463,7 @@ class FullyShardedStrategy(DDPStrategy):
         return result
 
     def _heard(self, text: str) -> str:
-        """Collective. Return the first rank's nonempty text."""
+        """Collective. Return the first nonempty text, in rank order."""
         return next(filter(None, [self.broadcast(text, rank) for rank in range(self.world_size)]))
 
     @classmethod

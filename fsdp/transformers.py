@@ -89,7 +89,7 @@ class Trainer(_PlainTrainer):
         return self.accelerator.prepare_model(self.model_wrapped)
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number of parameters of the unsharded model."""
+        """Return the number of trainable parameters of the unsharded model."""
         sharded = self.model_wrapped
         with sharded.summon_shapes() if isinstance(sharded, fsdp.FullyShardedDataParallel) else nullcontext():
             return super().get_num_trainable_parameters()
@@ -213,7 +213,7 @@ def _is_of_peft(model: Any) -> bool:
 
 
 def _prepare_to_generate(model: nn.Module, plain: Any) -> None:
-    """Make `generate` run on all ranks until the last rank has all tokens, by default."""
+    """Make `generate` by default run on all ranks until the last rank has all of its tokens."""
     if not hasattr(plain, "generate"):
         return
     if _is_of_peft(plain) or getattr(getattr(plain, "config", None), "is_encoder_decoder", False):

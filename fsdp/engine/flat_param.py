@@ -80,9 +80,9 @@ class FlatParameter(ListedParameter):
     """
 
     _layout: Layout  # of the parameters (local parts of `DTensor`s) on a single rank
-    parts: tuple[MeshPart | None, ...]  # the mesh of each `DTensor` parameter
+    parts: tuple[MeshPart | None, ...]  # the mesh and placements of each `DTensor` parameter
     packings: tuple[Any, ...]  # of parameters sharded as bytes (`fsdp.layers.packing`)
-    examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each trained tensor subclass
+    examples: tuple[Tensor | None, ...]  # for each parameter trained in a tensor subclass, an empty tensor of it
     attributes: tuple[Attributes, ...]  # set by users on the parameters
     valueless: frozenset[int]  # numbers of parameters without values yet, from the meta device
     shard_storage: Any = None  # the storage of a shard and its gradient
@@ -400,7 +400,7 @@ class ListedParameters:
         return None
 
     def give_memory(self, slots: Iterable[int]) -> None:
-        """Allocate memory for parameters without values and memory until now."""
+        """Show the shard's memory in parameters that had no values, and showed no memory until now."""
 
     def collect_gradients(self) -> None:
         """Apply users' changes to gradients: zeroed (None) gradients become zero in the shard's gradient as well."""

@@ -100,7 +100,7 @@ class GradientBuffer:
         return sum(each.nbytes for each in (self._flat, *self._scattered) if each is not None)
 
     def begin_backward(self, expected: Sequence[bool], sync: GradientSync, fills_unused: bool) -> None:
-        """Expect gradients, reduced as far as `sync`, optionally with zeros for parameters that no rank used."""
+        """Expect gradients, reduced as far as `sync` says, optionally with zeros for parameters that no rank used."""
         if expected != self._expects:
             self.expect(expected)
         self._leave_out(self._frozen if self.sync is GradientSync.FULL else self._left_out & self._frozen)
@@ -118,7 +118,7 @@ class GradientBuffer:
         self.missing = self._expected
 
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
-        """Add ``grad / divisor`` to the value at a parameter's place, or set it; skip parameters frozen since."""
+        """Add ``grad / divisor`` at a parameter's place, or write it there; skip one frozen since its forward."""
         if not self._expects[slot]:
             return
         if self._flat is None:

@@ -255,7 +255,7 @@ class FlatParamHandle:
 
     def number_as(self, number: int) -> None:
         """Set the handle's number and allocate its tags. All ranks of its groups must call this in the same order."""
-        self.comm.take_order()  # discard all-gathers of other models, which a rank may have aborted
+        self.comm.take_order()  # forget all-gathers of other models, in which a rank may have failed
         gather, replica = self.comm.new_tag(), self.replica_axis.new_tag()
         reduce = gather if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
         self.tags = Tags(number, gather, reduce, replica)

@@ -34,7 +34,7 @@ class Participation:
 
     @property
     def announced(self) -> Collection[FlatParamHandle]:
-        """The handles whose gradients may arrive on some ranks only in the running backward, and are announced then."""
+        """The handles whose gradients, in the running backward, may arrive on only some ranks, which announce them."""
         return ()
 
     @property

@@ -190,7 +190,7 @@ class Placements:
             rows that do not fit. Quantised parameters and 8-bit optimizer states use a scale for each block.
 
     Raises:
-        TypeError: for a value that is not a pair of placements, or for an invalid `reshard_after_forward`.
+        TypeError: for a value that is not a pair of placements, or an invalid type of `reshard_after_forward`.
         ValueError: for inconsistent placements. The message names valid placements.
     """
 

@@ -27,7 +27,7 @@ class Policy:
         unshard_in_backward: whether backward requires the parameters.
         forward_prefetch, backward_prefetch: units to unshard ahead. Default: the units expected next.
         sync: the stages of the reduction that the next backwards run.
-        is_last_backward: whether the user declared the next backward as the last of a step.
+        is_last_backward: whether the next backward is the last of a step; True unless the user set otherwise.
         predivide, postdivide: divisors of gradients before and after they are summed.
         fills_unused: whether a parameter not used on any rank gets a gradient of zeros.
         comm_hook: the user's reduce-scatter. Default: None, the library's reduce-scatter.

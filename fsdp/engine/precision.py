@@ -234,7 +234,7 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype] | None = None) -> Any:
-    """Cast floating-point tensors (of `only` these dtypes) in nested containers to `dtype`; None does not cast."""
+    """Return nested containers with floating-point tensors (of `only` these dtypes) cast to `dtype`; None: no cast."""
 
     if dtype is None:
         return tree

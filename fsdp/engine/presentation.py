@@ -298,7 +298,7 @@ class Presentation:
             self.lent.clear()
 
     def conceal(self) -> None:
-        """Remove ordinary parameters from the modules, and list and show the sharded parameters again."""
+        """Remove ordinary parameters from the modules, and list and show the handle's tensors again."""
         if was_exposed := bool(self._exposed):
             self.leave()
             self._exposed = ()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The maximum rows of a parameter per rank in the rows layout.
+    """A rank's maximum number of rows of a parameter in the rows layout.
 
     Rows are slices along `dim`. The rows of a rank are consecutive, in the order of the contiguous local tensor.
     """

@@ -347,7 +347,7 @@ class Unit:
         self.owned_handles.append(handle)
 
     def attach(self, handle: FlatParamHandle) -> None:
-        """Set the handle's name, policy and callback to those of this unit."""
+        """Set the handle's unit name, policy and callback to those of this unit."""
         handle.unit_name = self.name
         handle.policy, handle.on_gradient = self.policy, self.on_gradient
 
@@ -449,7 +449,7 @@ class Unit:
             handle.release()
 
     def read_ahead(self) -> None:
-        """Begin to read the shards that are unsharded after the next unit from disk."""
+        """Begin to read from disk the shards, which are unsharded after the next unit."""
         for handle in self.handles:
             handle.storage.read_ahead()
 

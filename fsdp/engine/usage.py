@@ -14,9 +14,9 @@ also exchange how many calls backward will reach, see `Runtime._reduce_complete`
 
 Three facts are known, and exchanged, only after backward. A re-entrant checkpoint runs autograd during another run and
 adds gradients that the outer run does not announce; trained parameters that no rank announced are therefore exchanged
-again. A user's function may return None although autograd announced a gradient; parameters for which this happened in
-the previous backward are exchanged again, too. Gradients of modules that only some ranks run are announced when they
-are complete (`Participation.announced`); no rank knows before the end whether they will arrive.
+again. A user's function may return None although autograd announced a gradient; parameters for which this happened the
+last time are exchanged again, too. Gradients of modules that only some ranks run are announced when they are complete
+(`Participation.announced`); no rank knows before the end whether they will arrive.
 
 On backends where tags do not distinguish all-gathers, such as NCCL, ranks that run units of equal sizes in different
 orders would use each other's parameters. There, ranks also exchange a checksum of all-gathers since the last backward.
@@ -38,7 +38,7 @@ from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 
 _HELD, _COMING = 1, 2  # the state of a gradient on a rank: accumulated already, or expected in this backward
-_DOUBTS = 2  # of an expected gradient: a user's function returned None in the previous backward
+_DOUBTS = 2  # of an expected gradient: a user's function returned None for it the last time
 _ORDER_BYTES = 4
 
 
@@ -115,7 +115,7 @@ class Usage:
         self._times: dict[FlatParamHandle, int] = {}  # the number of reductions
         self._oldest_calls: dict[FlatParamHandle, int] = {}  # age of the oldest call of the handle's unit on any rank
         self._handles: Collection[FlatParamHandle] = ()
-        # Parameters whose gradient is in doubt: a user's function returned None in the previous backward.
+        # Parameters whose gradient is in doubt: a user's function returned None for it the last time.
         self._doubted: dict[FlatParamHandle, set[int]] = {}
 
     def begin(self, handles: Mapping[FlatParamHandle, int], announced: Collection[FlatParamHandle]) -> None:
