@@ -37,7 +37,7 @@ def test_a_wait_without_end_is_shown_as_on_the_page() -> None:
         World(4).run(_skip_a_layer)
     names = {"layers.3": "layers.0", "layers.4": "layers.1", "train.py": "test_testing_your_training.py"}
     for line in report[1].splitlines():
-        shown = re.sub(r" in step; before it: \.\.\.", "", line)
+        shown = re.sub(r" in step; ran \.\.\.", "", line)
         for name, ours in names.items():
             shown = shown.replace(name, ours)
         expected = re.sub(r":\d+", r":\\d+", re.escape(shown))
