@@ -305,7 +305,7 @@ def test_misuse_is_told() -> None:
         trace.save("nowhere.json")
     with trace:
         model(torch.ones(1, 4))
-    with pytest.raises(RuntimeError, match="is complete: create another one"), trace:
+    with pytest.raises(RuntimeError, match="has already begun: create another one"), trace:
         pass
 
 
