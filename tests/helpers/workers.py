@@ -168,6 +168,7 @@ def _set_up(station: Station) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
     _share_one_event_loop()
     _seed_only_what_is_there()
+    gc.set_threshold(50_000)  # each run ends with a collection; those in between took a twentieth of the time
     _join(station)
     _set_aside_modules()
 
