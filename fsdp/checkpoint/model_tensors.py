@@ -225,7 +225,7 @@ class UnshardedTensor:
         if self.packing is not None:
             packed: Tensor = self.packing.pack_form(self.tensor)
             return packed
-        return _as_stored(local_part(self.tensor)).reshape(-1)
+        return as_stored(local_part(self.tensor)).reshape(-1)
 
     def fill(self, read: Callable[[Tensor], None]) -> None:
         if self.tensor.is_meta:
@@ -238,7 +238,7 @@ class UnshardedTensor:
             self.packing.unpack_into(packed, self.tensor)
             return
         local = local_part(self.tensor.detach())
-        flat = _as_stored(local).contiguous().view(-1)
+        flat = as_stored(local).contiguous().view(-1)
         read(flat)
         if flat.data_ptr() != local.data_ptr():
             local.copy_(flat.view(local.shape))
@@ -247,7 +247,7 @@ class UnshardedTensor:
             self.filled()
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
+def as_stored(tensor: Tensor) -> Tensor:
     """Return a tensor whose memory contains the values, after a lazy conjugation or negation was applied."""
     return tensor.detach().resolve_conj().resolve_neg()
 
@@ -491,6 +491,4 @@ def part_of(target: Target, flat: Tensor | None) -> tuple[Tensor | None, list[tu
     """Return this rank's values of a tensor, or of an optimizer's elementwise state of the tensor, and their ranges."""
     if target.held is None or flat is None:
         return None, None
-    if flat.stride(0) != 1:  # for example a buffer of every second element of a tensor
-        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat, target.held.ranges(target.shape)

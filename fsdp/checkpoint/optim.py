@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
-from fsdp.checkpoint.model_tensors import Target, keys_of, part_of, read_held
+from fsdp.checkpoint.model_tensors import Target, as_stored, keys_of, part_of, read_held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, NO_KIND, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.dtensor import local_part
@@ -217,7 +217,7 @@ def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Colle
         own = {
             key: state for key, state in optimizers.state_of(one.param).items() if isinstance(known.get(key), Elements)
         }
-        vectors = {key: values_of(local_part(state)).detach().reshape(-1) for key, state in own.items()}
+        vectors = {key: as_stored(values_of(local_part(state))).reshape(-1) for key, state in own.items()}
         encoded_kinds = kinds_to_json(known, one.name)
         for original in one.originals:
             states[original.name] = encoded_kinds

@@ -432,7 +432,7 @@ class Entry:
                 chunk = torch.empty(last - first, dtype=self.dtype, device="cpu")
                 values.reader.read(values.name, chunk, first)
             else:
-                chunk = values.detach()[first:last].to("cpu", self.dtype)
+                chunk = values.detach()[first:last].to("cpu", self.dtype).contiguous()
             memory = host_bytes(chunk)
             for start, stop in (one for span in batch for one in spans(*span)):
                 yield start, memory[: stop - start]

@@ -488,3 +488,34 @@ def test_state_has_the_strides_of_its_parameter_which_fused_optimizers_presume(
     for model, optimizer in zip(models, optimizers, strict=True):
         step(model, optimizer)
     assert_same(models[1].state_dict(), models[0].state_dict())
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps vectors whose elements are not next to each other in memory, or are stored negated."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {
+                "strided": torch.arange(6.0)[::2],
+                "expanded": torch.ones(1).expand(3),
+                "negated": torch.full((3,), complex(0, 2)).conj().imag,
+            }
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@on_ranks(2)
+def test_owners_may_have_state_that_is_not_contiguous(tmp_path: Path, form: str) -> None:
+    model = sharded(nn.Linear(4, 4, bias=False), form)
+    optimizer = fsdp.OwnedOptimizer(model, [{"params": [*model.parameters()], "optimizer": Odd}])
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    before = fsdp.fingerprint(model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)
+    found = load_file(tmp_path / "run" / "optimizer.safetensors")
+    expected = {"strided": [0.0, 2.0, 4.0], "expanded": [1.0] * 3, "negated": [-2.0] * 3}
+    assert {name.rpartition("/")[2]: value.tolist() for name, value in found.items()} == expected
+    fsdp.load(tmp_path / "run", model, optimizer)
+    assert fsdp.fingerprint(model, optimizer) == before
