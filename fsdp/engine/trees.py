@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -55,10 +56,9 @@ def _rebuilt(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple
         values = _changed(function, seen, dict(tree.items()))
         return (_updated(tree, values), True) if values else (tree, False)
     if is_dataclass(tree) and not isinstance(tree, type):
-        values = _changed(
-            function, seen, {field.name: getattr(tree, field.name) for field in fields(tree) if field.init}
-        )
-        return (replace(tree, **values), True) if values else (tree, False)
+        names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
+        values = _changed(function, seen, {name: getattr(tree, name) for name in names})
+        return (_with_fields(tree, values), True) if values else (tree, False)
     return tree, False
 
 
@@ -66,6 +66,13 @@ def _changed(function: Callable[[Tensor], Any], seen: _Seen, values: dict[Any, A
     """Return the new values of items that change."""
     results = {key: _mapped(function, value, seen) for key, value in values.items()}
     return {key: value for key, (value, changed) in results.items() if changed}
+
+
+def _with_fields(record: Any, values: dict[str, Any]) -> Any:
+    copied = copy.copy(record)  # not `replace`: ``__post_init__`` would compute fields from fields a second time
+    for name, value in values.items():
+        object.__setattr__(copied, name, value)  # also if the class is frozen
+    return copied
 
 
 def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -162,7 +162,8 @@ class _Call:
         self._stand_ins: dict[int, Tensor] = {}  # by the id of the tensor, until the first call
         self._tensors: list[Tensor] = []
         self._template = map_tensors(self._stand_in, self._arguments)
-        self._order = [id(stand_in) for stand_in in self._stand_ins.values()]
+        # A container inside of itself stays the original, with its tensors instead of their substitutes.
+        self._order = [(key, id(stand_in)) for key, stand_in in self._stand_ins.items()]
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
@@ -186,9 +187,18 @@ class _Call:
             statistics = _statistics_kept(self._module) if in_backward() else nullcontext()
             with _mode(checkpointing=True), statistics:
                 return self._forward(*args, **kwargs)
-        found = dict(zip(self._order, tensors, strict=True))
-        # A container inside of itself is the original, with its tensors.
-        args, kwargs = map_tensors(lambda tensor: found.get(id(tensor), tensor), self._template)
+        found = {key: tensor for keys, tensor in zip(self._order, tensors, strict=True) for key in keys}
+
+        def original(tensor: Tensor) -> Tensor:
+            if id(tensor) not in found:
+                raise RuntimeError(
+                    f"checkpoint_wrapper: an argument of {type(self._module).__name__} is a container that replaces "
+                    "tensors when it is copied, so the module cannot be recomputed. Pass these tensors in a list, "
+                    "tuple, dictionary or dataclass."
+                )
+            return found[id(tensor)]
+
+        args, kwargs = map_tensors(original, self._template)
         # As in the first call, even if backward is called inside `disable_checkpointing`: inner modules must save the
         # same tensors.
         with _mode(recomputing=True, checkpointing=False, disabled=False), _statistics_kept(self._module):

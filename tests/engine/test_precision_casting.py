@@ -67,6 +67,15 @@ class Batch:
     number: int = field(default=3, init=False)
 
 
+@dataclass(slots=True)
+class DoubledBatch:
+    x: Tensor
+    double: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.x, self.double = self.x / 2, self.x
+
+
 @dataclass(frozen=True, kw_only=True)
 class FrozenBatch:
     x: Tensor
@@ -160,6 +169,7 @@ NESTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict with a name": (lambda x: MoreThanItems("name", x), lambda got: got.x if got["x"] is got.x else got.name),
     "model output": (lambda x: ModelOutput(x), lambda got: got.x),
     "dataclass": (lambda x: Batch(x, ["text"]), lambda got: got.x),
+    "dataclass with computed fields": (DoubledBatch, lambda got: got.x if got.double.dtype is got.x.dtype else got),
     "frozen dataclass": (lambda x: FrozenBatch(x=x), lambda got: got.x),
     "nest": (lambda x: [{"a": (Point(Batch(x, []), "a"), 1)}], lambda got: got[0]["a"][0].x.x),  # type: ignore[arg-type]
 }

@@ -7,8 +7,8 @@ import gc
 import inspect
 import pickle
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -298,6 +298,45 @@ def test_arguments_may_contain_themselves(offload_to_cpu: bool) -> None:
         module(items).sum().backward()
         gradients.append((module.weight.grad, inputs.grad))
     assert_same(*gradients)
+
+
+@dataclass
+class Computed:
+    """Computes fields from its arguments."""
+
+    value: Tensor
+    half: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.value = self.value.contiguous() * 2
+        self.half = self.value / 2
+
+
+@kept_or_offloaded
+def test_dataclasses_may_compute_their_fields(offload_to_cpu: bool) -> None:
+    def compute(weight: Tensor, given: Computed) -> Tensor:
+        return (weight * given.value).sin() * given.half.cos()
+
+    gradients = []
+    for wrap in (lambda module: module, lambda module: checkpoint_wrapper(module, offload_to_cpu=offload_to_cpu)):
+        module, inputs = wrap(Function(compute)), torch.linspace(0, 1, 3, requires_grad=True)
+        module(Computed(inputs)).sum().backward()
+        gradients.append((module.weight.grad, inputs.grad))
+    assert_same(*gradients)
+
+
+class Cloned(list[Tensor]):
+    """Has copies of the tensors that it is made of."""
+
+    def __init__(self, items: Iterable[Tensor]) -> None:
+        super().__init__(item.clone() for item in items)
+
+
+def test_containers_of_other_tensors_than_their_own_are_refused() -> None:
+    module = checkpoint_wrapper(Function(lambda weight, items: (weight * items[0]).sin()))
+    output = module(Cloned([torch.ones(3)]))
+    with pytest.raises(RuntimeError, match="an argument of Function is a container that replaces tensors"):
+        output.sum().backward()
 
 
 def test_a_module_may_change_the_containers_that_it_gets() -> None:
