@@ -85,7 +85,7 @@ class FlattenParamsWrapper(Wrapper):
         self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
         for name, flat_param in zip(self.flat_param_names, flat_params, strict=True):
             if is_listed:
-                nn.Module.register_parameter(self, name, flat_param)
+                self._parameters[name] = flat_param
 
     def _wrapped(self) -> nn.Module | None:
         return self._fpw_module if "flat_param_names" in self.__dict__ else None
@@ -305,7 +305,8 @@ class FlattenParamsWrapper(Wrapper):
 
 def free_suffixes(module: nn.Module, count: int) -> list[str]:
     """Return the first numbers for the names of flat parameters, without those of attributes of the module."""
-    numbers = (str(number) for number in itertools.count() if not hasattr(module, f"flat_param_{number}"))
+    taken = set(nn.Module.__dir__(module))  # not `hasattr`: a module may pass attributes of another module on
+    numbers = (str(number) for number in itertools.count() if f"flat_param_{number}" not in taken)
     return list(itertools.islice(numbers, count))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
+from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, StandaloneHandle
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import alone
 
@@ -201,3 +201,31 @@ def test_a_module_may_have_the_name_of_a_flat_parameter(wrap: Callable[[nn.Modul
         model.load_local_state_dict(shards)
     model.load_state_dict(state)
     torch.testing.assert_close(model(X), plain(X))
+
+
+class Delegating(nn.Module):
+    """Has all attributes: those of the unit inside, and None for other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.inside = FullyShardedDataParallel(nn.Linear(3, 3))
+
+    def __getattr__(self, name: str) -> Any:
+        own = {**self.__dict__["_parameters"], **self.__dict__["_buffers"], **self.__dict__["_modules"]}
+        return own[name] if name in own else getattr(own.get("inside"), name, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(self.layer(x))
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+@on_ranks(2)
+def test_a_module_may_have_every_attribute(is_wrapped: bool) -> None:
+    module: nn.Module = Delegating()
+    if is_wrapped:
+        module = FullyShardedDataParallel(module)
+        module(X).sum().backward()
+    else:
+        StandaloneHandle([*module.layer.parameters()], module)
+    assert [name.rpartition(".")[2] for name, _ in module.named_parameters()] == ["flat_param_0"] * 2
