@@ -300,9 +300,12 @@ class DirectExchange(TorchCollectives):
         if self._answered is not None:
             self._answered.finish()
         self._answered = sending
+        self._forget_finished()
+        return full
+
+    def _forget_finished(self) -> None:
         while self._sent and self._sent[0].is_finished:
             self._sent.popleft()
-        return full
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         kind, pieces = dtype or full.dtype, list(full.view(self.world_size, -1))
@@ -413,9 +416,9 @@ class DirectExchange(TorchCollectives):
 
     def settle(self) -> None:
         self._answered = None
-        while self._sent:
+        while self._sent:  # a signal handler that runs during a wait may settle all of them
             self._sent[0].finish()
-            self._sent.popleft()
+            self._forget_finished()
 
 
 class StagedExchange(DirectExchange):

@@ -341,7 +341,7 @@ class Wait(NamedTuple):
 waits: dict[int, Wait] = {}
 _resumed: dict[int, float] = {}
 longest = {False: 0.0, True: 0.0}
-_awaited: dict[int, Sequence[Any]] = {}  # the awaited works, by thread
+_awaited: dict[int, Sequence[Any]] = {}  # the awaited works, by thread; not in `Wait`, which the watchdog keeps
 _LONG = 10.0  # the maximum time to count between two waits, in seconds: a rank may pause for hours
 
 
@@ -368,6 +368,7 @@ def finish(works: Sequence[Any], what: str) -> None:
     """Wait for works of `torch.distributed`; if any did not complete, raise an error with the known cause."""
     thread, since = threading.get_ident(), time.monotonic()
     beside = thread not in main_threads  # `is_aside` inlined: this runs for every message
+    outer, of_outer = waits.get(thread), _awaited.get(thread, ())  # if a signal handler calls this during another wait
     waits[thread], _awaited[thread] = Wait(what, _call.get(), since), works
     try:
         limit = _limit.get()
@@ -377,8 +378,10 @@ def finish(works: Sequence[Any], what: str) -> None:
     except RuntimeError as error:
         raise incomplete(what, error) from error
     finally:
-        waits.pop(thread, None)  # removed already if a signal handler has called a collective
-        _awaited.pop(thread, None)
+        if outer is None:
+            del waits[thread], _awaited[thread]
+        else:
+            waits[thread], _awaited[thread] = outer, of_outer
     now = time.monotonic()
     # After long computation between two waits, ranks may be further apart.
     since_last = 0.0 if beside else min(now - _resumed.get(thread, since), _LONG)

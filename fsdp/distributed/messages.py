@@ -36,7 +36,7 @@ _TAGS = (1 << 31) - _FIRST_TAG
 class Sending:
     """A shard in flight to the peers; gloo's works keep the sent tensors alive until `finish`."""
 
-    is_awaited = False
+    num_waits = 0  # begun
 
     def __init__(self, works: Sequence[Any], what: str) -> None:
         self._works, self._what = works, what
@@ -62,7 +62,7 @@ class Receiving:
     The buffer is therefore kept until the process ends.
     """
 
-    is_awaited = False
+    num_waits = 0  # begun
     _under_way: ClassVar[set[Receiving | Leaving]] = set()
 
     def __init__(self, group: Any, tensor: Tensor, peer: int, number: int) -> None:
@@ -110,7 +110,7 @@ class Leaving:
     is therefore kept until the process ends, like the messages of `Receiving`.
     """
 
-    is_awaited = False
+    num_waits = 0  # begun
 
     def __init__(self, group: Any, work: Any) -> None:
         self._group, self._work = group, work
@@ -122,10 +122,13 @@ class Leaving:
 
 
 def _await(message: Sending | Receiving | Leaving | _Checked, works: Iterable[Any], limit: Sequence[timedelta]) -> None:
-    """Wait for a message. After an interrupted wait, skip completed works: gloo would wait for another message."""
-    is_repeated, message.is_awaited = message.is_awaited, True
+    """Wait for a message. Skip works that another wait has completed: gloo would wait for another message.
+
+    The other wait was interrupted, or is that of a signal handler which runs between two works of this wait.
+    """
+    message.num_waits += 1
     for work in works:
-        if not (is_repeated and work.is_completed()):
+        if not (message.num_waits > 1 and work.is_completed()):
             work.wait(*limit)
 
 
@@ -184,7 +187,7 @@ class CheckedGroup:
 class _Checked:
     """A message and its checksum in flight."""
 
-    is_awaited = False
+    num_waits = 0  # begun
 
     def __init__(self, works: Sequence[Any], told: Tensor, found: Callable[[], Tensor], rank: int) -> None:
         self._works, self._told, self._found, self._rank = works, told, found, rank

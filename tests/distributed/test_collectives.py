@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from fsdp.distributed.collectives import (
     TorchCollectives,
     communicator,
 )
-from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group, finish
+from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group, finish, waits
 from fsdp.distributed.messages import CheckedGroup, Receiving, wire_tag
 from fsdp.distributed.switches import SHARED_MEMORY
 from fsdp.layers.sharding_strategy import group_apart, group_to_reduce_over
@@ -554,14 +556,39 @@ class Interrupting:
         return True
 
 
+@contextmanager
+def signalled(handle: Callable[[], None]) -> Iterator[SimpleNamespace]:
+    """Give a message whose wait ends with a signal, for which a handler is installed: handlers run after waits of C."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: handle())
+    try:
+        yield SimpleNamespace(wait=lambda *_: signal.raise_signal(signal.SIGUSR2), is_completed=lambda: True)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 @on_ranks(2)
 def test_a_signal_handler_may_call_a_collective_while_the_rank_waits() -> None:
     comm = communicator(dist.group.WORLD, CPU)
     heard: list[list[bytes]] = []
-    work = SimpleNamespace(wait=lambda *_: signal.raise_signal(signal.SIGUSR2))  # when a wait of gloo returns
-    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append(comm.all_gather_bytes(b"in a handler")))
-    try:
-        finish([work], "all-gather of 0")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    found: list[str] = []
+    later = SimpleNamespace(wait=lambda *_: found.append(waits[threading.get_ident()].what))
+    with signalled(lambda: heard.append(comm.all_gather_bytes(b"in a handler"))) as work:
+        finish([work, later], "all-gather of 0")
     assert heard == [[b"in a handler"] * 2]
+    assert found == ["all-gather of 0"], "the watchdog sees the rest of the wait"
+    assert threading.get_ident() not in waits
+
+
+@pytest.mark.parametrize("way", ["direct", "checked"])
+@on_ranks(2)
+def test_a_signal_handler_may_settle_what_the_rank_settles(way: str) -> None:
+    group = dist.group.WORLD
+    comm = DirectExchange(CheckedGroup(group) if way == "checked" else group)
+    received, peer = torch.zeros(3), 1 - dist.get_rank()
+    arrived = comm.exchange({peer: [received]}, {peer: [torch.ones(3)]}, "exchange", 1)
+    with signalled(comm.settle) as work:
+        comm._sent[0]._works = [work, *comm._sent[0]._works]
+        comm.settle()
+    arrived.wait()
+    assert received.tolist() == [1.0] * 3
+    assert not comm._sent
