@@ -171,8 +171,7 @@ class Joining:
     def _share_options(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Collective. Return the options of the ranks that step; finished ranks pass an empty list."""
         given = [found for found in from_everyone(self._visits.talk.comms, own) if found]
-        # By their bytes as well: NaN, arrays and objects of users have no other equality.
-        if any(pickle.dumps(other) != pickle.dumps(given[0]) and other != given[0] for other in given[1:]):
+        if any(_differ(other, given[0]) for other in given[1:]):
             raise RuntimeError(
                 "fsdp.join: the ranks step with different options (for example learning rates), which ranks that have "
                 "finished cannot know. Set the same options of the optimizer on all ranks."
@@ -201,6 +200,15 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the options of each group, with numbers instead of tensors, so that ranks can compare them."""
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return map_tensors(lambda tensor: tensor.tolist(), options)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if pickle.dumps(one) == pickle.dumps(other):  # NaN, arrays and objects of users have no other equality
+        return False
+    try:
+        return bool(one != other)
+    except ValueError:  # of arrays with different values
+        return True
 
 
 def _taken(own: Any, given: Any) -> Any:

@@ -412,10 +412,13 @@ def test_options_that_do_not_compare_by_value_may_be_the_same_on_all_ranks() -> 
     assert_at_rest(model)
 
 
+@pytest.mark.parametrize("option", ["lr", "numbers"])
 @on_ranks(3)
-def test_ranks_that_step_with_different_options_are_told() -> None:
+def test_ranks_that_step_with_different_options_are_told(option: str) -> None:
     model = nested_mlp(fully_sharded())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
+    options: dict[str, Any] = {"lr": 0.1, "numbers": np.ones(2)}
+    options[option] = options[option] + dist.get_rank()
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), **options}], lr=0.1)
     with pytest.raises(RuntimeError, match="different options"):
         _step_in_join(model, optimizer, 2 if dist.get_rank() else 1)
 
