@@ -43,17 +43,17 @@ def take_states_of_first(
     listed += _buffers(module, ignored)
     if all(comm.world_size == 1 for comm in ranks):
         return found
+    waiting = [False] * len(listed)
+    if peers_answer(ranks):
+        described = [one.described for one in listed]
+        agree_on_plan(ranks, [(type(module).__name__, {"tensors": described})])
+        waiting = _waiting(listed, ranks)
     for one in listed:
         if one.tensor.layout is not torch.strided:
             raise TypeError(
                 f"sync_module_states=True: {one.name} is a {one.tensor.layout} tensor, and only dense ones are sent. "
                 "Register its indices and values as buffers, and create it from them in forward"
             )
-    waiting = [False] * len(listed)
-    if peers_answer(ranks):
-        described = [f"{one.name}{list(one.tensor.shape)} {one.tensor.dtype}" for one in listed]
-        agree_on_plan(ranks, [(type(module).__name__, {"tensors": described})])
-        waiting = _waiting(listed, ranks)
     current = [one.tensor if waits else one.with_memory(device) for one, waits in zip(listed, waiting, strict=True)]
     with torch.no_grad():
         for tensor in (tensor for tensor, waits in zip(current, waiting, strict=True) if not waits):
@@ -71,6 +71,12 @@ class _Listed(NamedTuple):
     name: str
     tensor: Any
     places: list[Place]
+
+    @property
+    def described(self) -> str:
+        """The properties that are the same on all ranks."""
+        tensor = self.tensor
+        return f"{self.name}{list(tensor.shape)} {tensor.dtype}{f' {tensor.layout}' * (tensor.layout != torch.strided)}"
 
     def with_memory(self, device: torch.device) -> Any:
         """Return the tensor; a meta tensor is replaced by a tensor on this device."""

@@ -120,6 +120,9 @@ def test_a_sparse_buffer_is_named_before_anything_is_sent() -> None:
     module.register_buffer("adjacency", torch.eye(3).to_sparse())
     with pytest.raises(TypeError, match=r"sync_module_states=True: adjacency is a torch\.sparse_coo tensor, .*indices"):
         FullyShardedDataParallel(module, sync_module_states=True)
+    module.adjacency = torch.eye(3) if dist.get_rank() else module.adjacency
+    with pytest.raises(RuntimeError, match=r"adjacency\[3, 3\] torch\.float32 torch\.sparse_coo"):  # on every rank
+        FullyShardedDataParallel(module, sync_module_states=True)
     module.adjacency = torch.eye(3)
     FullyShardedDataParallel(module, sync_module_states=True)
 
