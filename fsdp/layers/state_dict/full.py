@@ -329,6 +329,13 @@ def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any
     error = None
     if source.is_here and not isinstance(state_dict, Mapping):
         error = TypeError(f"rank0_only=True: rank 0 must pass a state dict, but passed a {type(state_dict).__name__}")
+    elif source.is_here:
+        for key, value in state_dict.items():
+            if isinstance(value, Tensor) and value.layout is not torch.strided:
+                error = TypeError(
+                    f"rank0_only=True: {key} is a {value.layout} tensor, and only dense ones are sent. Pass the state "
+                    "dict on every rank"
+                )
     agree_on_outcome([source.ranks], "load its state dict", error)
     given: Any = None
     if source.is_here:

@@ -156,6 +156,18 @@ def test_what_is_missing_stays_and_all_ranks_are_told() -> None:
 
 
 @on_ranks(2)
+def test_every_rank_is_told_of_a_sparse_buffer() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("adjacency", torch.eye(2).to_sparse())
+    model = fully_sharded()(module)
+    state = model.state_dict()
+    with pytest.raises((RuntimeError, TypeError), match=r"adjacency is a torch\.sparse_coo tensor.*on every rank"):
+        model.load_state_dict(state if is_first() else None, rank0_only=True)
+    model.load_state_dict(state)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
 def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing() -> None:
     model = zoo(fully_sharded())
     state = zoo(seed=1).state_dict()
