@@ -429,12 +429,13 @@ def _tell(addresses: Mapping[int, Address], message: Message) -> dict[int, Messa
     """
     answers = {rank: _no_answer(address) for rank, address in addresses.items()}
     until = time.monotonic() + _ANSWER
-    # Errors of this process, such as too many open files, leave ranks without an answer.
+    # Errors of this process, such as too many open files, leave some or all ranks without an answer.
     with suppress(OSError), selectors.DefaultSelector() as ready, ExitStack() as stack:
         for rank, address in addresses.items():
-            connection = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in address.ip else socket.AF_INET))
-            connection.setblocking(False)
             try:
+                kind = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
+                connection = stack.enter_context(socket.socket(kind))
+                connection.setblocking(False)
                 with suppress(BlockingIOError):
                     connection.connect((address.ip, address.port))
                 unsent = json.dumps({**message, "secret": address.secret}).encode() + b"\n"

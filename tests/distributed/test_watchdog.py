@@ -337,6 +337,14 @@ def test_a_process_that_can_open_no_more_files_has_no_answers(lack: tuple[Any, s
     assert "cannot be reached" in answers[1]
 
 
+def test_ranks_are_asked_as_long_as_files_can_be_opened(gone: watchdog.Address) -> None:
+    sockets = [socket.socket(), OSError(errno.EMFILE, "too many open files")]
+    with mock.patch.object(socket, "socket", side_effect=sockets):
+        answers = watchdog._tell({1: gone, 2: gone}, {})
+    assert answers[1] == watchdog._GONE
+    assert "cannot be reached" in answers[2]
+
+
 @pytest.mark.parametrize("patience", [0, -1.0])
 def test_patience_is_positive(patience: float) -> None:
     with pytest.raises(ValueError, match="patience is a positive number of seconds, or None for never"):
