@@ -82,7 +82,7 @@ class ForwardHooks:
         inputs = args, kwargs
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
-        elif self._unit.state is TrainingState.FORWARD and self.runs(here=False):
+        elif self._unit.state is TrainingState.FORWARD and self.threads - {threading.get_ident()}:
             self.depth += 1  # the other call continues after this call raises
             raise called_by_two_threads(self._unit)
         else:
@@ -143,16 +143,13 @@ class ForwardHooks:
         """
         return sum(1 for _ in islice(self._calls_on(sys._getframe(1)), 2)) == 2  # the first is the call that begins
 
-    def runs(self, *, here: bool = True, elsewhere: bool = True) -> bool:
-        """Return whether the module is in a call on this thread (`here`) or on any other thread (`elsewhere`).
+    @property
+    def threads(self) -> set[int]:
+        """The threads in which the module runs.
 
         Hooks do not see exceptions that are not an `Exception`, for example `KeyboardInterrupt`, when they end a call.
         """
-        stacks = sys._current_frames()
-        own = stacks.pop(threading.get_ident())
-        return (here and any(self._calls_on(own))) or (
-            elsewhere and any(any(self._calls_on(stack)) for stack in stacks.values())
-        )
+        return {thread for thread, stack in sys._current_frames().items() if any(self._calls_on(stack))}
 
     def _calls_on(self, stack: FrameType) -> Iterator[FrameType]:
         return calls_on(stack, {MODULE_CALL: self._module, ForwardHooks.around.__code__: self})
@@ -206,9 +203,9 @@ def forward_hooks_of(module: nn.Module) -> ForwardHooks:
     return hooks
 
 
-def is_called(unit: Unit, *, here: bool = True, elsewhere: bool = True) -> bool:
-    """Return whether a module of a unit is in a call, see `ForwardHooks.runs`."""
-    return any(forward_hooks_of(module).runs(here=here, elsewhere=elsewhere) for module in unit.modules)
+def threads_in(unit: Unit) -> set[int]:
+    """Return the threads in which a module of a unit runs, see `ForwardHooks.threads`."""
+    return set[int]().union(*(forward_hooks_of(module).threads for module in unit.modules))
 
 
 def called_by_two_threads(unit: Unit) -> RuntimeError:

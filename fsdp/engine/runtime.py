@@ -27,6 +27,7 @@ are prefetched in buckets (`schedule`).
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,7 +40,7 @@ from fsdp.distributed.communicator import CollectiveError, Communicator, uncompi
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.distributed.passes import Passes
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward, retains_graph
-from fsdp.engine.forward_hooks import Call, called_by_two_threads, is_called
+from fsdp.engine.forward_hooks import Call, called_by_two_threads, threads_in
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
@@ -166,7 +167,7 @@ class Runtime:
         global _last
         self.has_run = True
         _last = weakref.ref(self)
-        if self._running and is_called(self._running[0].unit, here=False):
+        if self._running and threads_in(self._running[0].unit) - {threading.get_ident()}:
             raise called_by_two_threads(self._running[0].unit)
         self._end_running()  # the hooks have found that these forwards are over
         if self._backward is not None:
@@ -378,7 +379,7 @@ class Runtime:
 
     def end_left_forward(self) -> None:
         """End a forward left by such an exception, if the caller did not detect the exception either."""
-        if self._running and not is_called(self._running[0].unit):
+        if self._running and not threads_in(self._running[0].unit):
             self._end_running()
 
     def _end_running(self) -> None:
@@ -664,7 +665,7 @@ class Runtime:
     @property
     def is_computing(self) -> bool:
         """Return whether a forward or backward is running."""
-        is_in_forward = bool(self._running) and is_called(self._running[0].unit)
+        is_in_forward = bool(self._running and threads_in(self._running[0].unit))
         return is_in_forward or (self.is_in_backward and in_backward())
 
     def ensure_idle(self, what: str, *, is_served: bool = False) -> None:

@@ -9,6 +9,7 @@ parameter.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import check_device, is_dtensor
 from fsdp.engine.call_stack import is_called_from
-from fsdp.engine.forward_hooks import forward_hooks_of, is_called
+from fsdp.engine.forward_hooks import forward_hooks_of, threads_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import is_ours
@@ -431,6 +432,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _call_as_forward(unit: Unit, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a unit's module, and unshard and reshard the unit as in a call of the module."""
     method = MethodType(getattr(type(module), name), module)
-    if unit.state is TrainingState.FORWARD and is_called(unit, elsewhere=False):
+    if unit.state is TrainingState.FORWARD and threading.get_ident() in threads_in(unit):
         return method(*args, **kwargs)
     return forward_hooks_of(module).around(method, args, kwargs)
