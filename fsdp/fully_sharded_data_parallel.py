@@ -374,7 +374,7 @@ class FullyShardedDataParallel(Wrapper):
         """Divide gradients by `pre` before and by `post` after they are summed, regardless of the world size.
 
         Raises:
-            RuntimeError: inside a forward or backward.
+            RuntimeError, ValueError: inside a forward or backward; for a divisor that is not positive.
         """
         if pre <= 0 or post <= 0:
             raise ValueError(f"gradients are divided by these: they must be positive, got pre={pre}, post={post}")

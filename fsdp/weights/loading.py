@@ -119,6 +119,8 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
             backward, or inside `summon_full_params`; on every rank, with the reason, if another rank fails. Parameters
             may then be partly loaded.
         ConnectionError, ValueError: on the rank with the source, if the sender fails, or the source ends early.
+        TypeError: for another kind of source.
+        ValueError: if only some ranks pass a source, other than the first rank alone.
     """
     sink = ModelSink(model, strict=strict)
     ranks = all_ranks(sink.everyone, _WHAT)
