@@ -167,7 +167,7 @@ class Runtime:
         global _last
         self.has_run = True
         _last = weakref.ref(self)
-        if self._running and threads_in(self._running[0].unit) - {threading.get_ident()}:
+        if self._threads - {threading.get_ident()}:
             raise called_by_two_threads(self._running[0].unit)
         self._end_running()  # the hooks have found that these forwards are over
         if self._backward is not None:
@@ -379,7 +379,7 @@ class Runtime:
 
     def end_left_forward(self) -> None:
         """End a forward left by such an exception, if the caller did not detect the exception either."""
-        if self._running and not threads_in(self._running[0].unit):
+        if not self._threads:
             self._end_running()
 
     def _end_running(self) -> None:
@@ -665,8 +665,16 @@ class Runtime:
     @property
     def is_computing(self) -> bool:
         """Return whether a forward or backward is running."""
-        is_in_forward = bool(self._running and threads_in(self._running[0].unit))
-        return is_in_forward or (self.is_in_backward and in_backward())
+        return bool(self._threads) or (self.is_in_backward and in_backward())
+
+    @property
+    def is_computing_here(self) -> bool:
+        """Return whether a forward or backward is running in this thread."""
+        return threading.get_ident() in self._threads or (self.is_in_backward and in_backward())
+
+    @property
+    def _threads(self) -> set[int]:
+        return threads_in(self._running[0].unit) if self._running else set()
 
     def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
         """Raise RuntimeError during a forward or backward; otherwise clear the state left by a failed pass.
@@ -780,6 +788,7 @@ def reduce_deferred(shards: Iterable[Any]) -> None:
 
 
 def running() -> Runtime | None:
-    """Return a runtime whose forward or backward runs now, of several the one that began last if it has not ended."""
+    """Return a runtime whose forward or backward runs now, preferably in this thread; of several the last to begin."""
     last = None if _last is None else _last()
-    return next((one for one in (last, *runtimes()) if one is not None and one.is_computing), None)
+    every = [one for one in (last, *runtimes()) if one is not None and one.is_computing]
+    return max(every, key=lambda one: one.is_computing_here, default=None)

@@ -5,6 +5,7 @@ Answers pain point 8: ranks take different paths (layer drop, no image in a batc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -316,6 +317,39 @@ def test_a_plain_part_runs_after_another_sharded_model_in_the_same_forward() -> 
         for param, ranks in ((student.module.head.weight, 2), (student.module.part.weight, 1)):
             assert param.grad is not None
             assert torch.equal(param.grad, torch.full((4, 4), ranks / 2))
+
+
+@on_ranks(2)
+def test_a_plain_part_runs_while_another_thread_evaluates_another_model() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    class Waiting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            begun.set()
+            ended.wait(10)
+            return super().forward(x)
+
+    class Student(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.part = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            thread.start()
+            begun.wait(10)
+            seen = fsdp.cond(self.part, dist.get_rank() == 1, x)
+            return super().forward(x if seen is None else 2 * seen)
+
+    teacher = FullyShardedDataParallel(Waiting(4, 4), process_group=dist.new_group())
+    thread = threading.Thread(target=teacher, args=[torch.ones(1, 4)])
+    student = FullyShardedDataParallel(Student(), use_orig_params=True)
+    student(torch.ones(1, 4)).sum().backward()
+    ended.set()
+    thread.join()
+    with student.summon_full_params(with_grads=True):
+        assert student.module.weight.grad is not None
+        assert torch.equal(student.module.weight.grad, torch.full((4, 4), 1.5))
+    assert_at_rest(student)
 
 
 @on_ranks(2)
