@@ -22,11 +22,12 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 def explain_methods(kind: type[Any]) -> type[Any]:
     """Override public methods of a sharded module's class, so that they add a remedy to torch's error.
 
-    Only ``generate`` and the methods of classes that define a forward are overridden. Other methods of a library's base
-    class, such as ``transformers.PreTrainedModel``, do not compute, and may inspect their callers.
+    Only ``generate`` and the methods of classes that define or inherit a forward are overridden. Other methods of a
+    library's base class, such as ``transformers.PreTrainedModel``, do not compute, and may inspect their callers.
     """
     front, original = kind.__bases__
-    computing = [base for base in original.__mro__ if "forward" in vars(base) and base is not nn.Module]
+    without = nn.Module.forward
+    computing = [base for base in original.__mro__ if getattr(base, "forward", without) is not without]
     for name in {"generate", *(name for base in computing for name in vars(base))}:
         found = next((vars(base)[name] for base in original.__mro__ if name in vars(base)), None)
         is_own = not name.startswith("_") and not hasattr(nn.Module, name) and not hasattr(front, name)

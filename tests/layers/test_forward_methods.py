@@ -128,6 +128,19 @@ def test_without_it_the_generate_of_a_base_class_is_explained_too() -> None:
         fully_shard(Generator()).generate(torch.ones(1, 6))
 
 
+class Encoder(Coder):
+    """Inherits its forward, and adds a method."""
+
+    def narrow(self, inputs: Tensor) -> Any:
+        return self.down(inputs)
+
+
+@on_ranks(2)
+def test_without_it_a_method_of_a_class_that_inherits_its_forward_is_explained_too() -> None:
+    with pytest.raises(RuntimeError, match=r"^down\.weight is sharded: narrow\(\) of .*method\(module, 'narrow'\)"):
+        fully_shard(Encoder()).narrow(torch.ones(1, 6))
+
+
 class Reversed(torch.autograd.Function):
     """Computes a layer in backward again, by another method of its own."""
 
