@@ -552,7 +552,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if name == "mixed_precision" and not isinstance(options[name], fsdp.MixedPrecision):
             raise ValueError(
                 f"mixed_precision={options[name]!r}: choose precision='16-mixed' or 'bf16-mixed' of the Trainer, or "
-                "pass a fsdp.MixedPrecision"
+                "pass an fsdp.MixedPrecision"
             )
         if name in _OURS:
             raise ValueError(f"FullyShardedStrategy sets {name} of the wrappers itself: {_OURS[name]}")

@@ -485,7 +485,7 @@ def _lost(source: Source, word: str) -> Iterator[str]:
         has = {"the optimizer": source.optimizer is not None, "extra state of modules": bool(source.extra)}
         has |= {"values": source.values is not None}
         if names := [what for what, is_there in has.items() if is_there]:
-            yield f"left out, since safetensors files have no place for it: {', '.join(names)}"
+            yield f"left out, because safetensors files contain tensors of the model only: {', '.join(names)}"
     if word != "fsdp" and source.generators is not None:
         yield "left out: the states of random number generators, which only fsdp has"
 

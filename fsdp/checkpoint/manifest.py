@@ -300,7 +300,7 @@ def _what_is_there(path: str) -> str:
         last = places[max(places)]
         return f"it contains the checkpoints of steps {numbers}. fsdp.checkpoint.newest returns the last, {last}"
     if not os.path.lexists(path):
-        return "there is nothing"
+        return "the path does not exist"
     if not os.path.isdir(path):
         return "it is a file, and a checkpoint is a folder"
     tensors = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"

@@ -84,7 +84,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 # beginning of the payload.
 _LENGTH_BYTES, _CALL_BYTES, _BEGIN_BYTES = 8, 56, 448
 _TRAINING = "forward or backward"
-_TALK = "what ranks tell each other"
+_TALK = "an exchange of messages"
 
 _only_torch = False
 

@@ -99,7 +99,7 @@ class Receiving:
     def _explained(self, error: RuntimeError) -> RuntimeError:
         if (sender := self.sender) is None:
             return error
-        text = f"nothing comes from rank {sender}: {error}"
+        text = f"no message arrives from rank {sender}: {error}"
         return RuntimeError(text) if _LATE.search(text) else ClosedConnectionError(text, sender)
 
 

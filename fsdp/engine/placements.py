@@ -160,7 +160,7 @@ class ShardingStrategy(Enum):
         if isinstance(given, Enum) and given.name in cls.__members__:
             return cls[given.name]
         raise TypeError(
-            f"sharding_strategy must be a fsdp.ShardingStrategy ({', '.join(cls.__members__)}) or None, got {given!r}"
+            f"sharding_strategy must be an fsdp.ShardingStrategy ({', '.join(cls.__members__)}) or None, got {given!r}"
         )
 
 
@@ -275,7 +275,7 @@ class Placements:
             is_flag = reshard_after_forward in (0, 1)
             return cls.from_strategy(strategy, bool(reshard_after_forward) if is_flag else reshard_after_forward)
         if not isinstance(placements, cls):
-            raise TypeError(f"placements must be a fsdp.Placements or None, got {placements!r}")
+            raise TypeError(f"placements must be an fsdp.Placements or None, got {placements!r}")
         if strategy is not None or reshard_after_forward is not True:
             other = "sharding_strategy" if strategy is not None else "reshard_after_forward"
             raise ValueError(
@@ -373,7 +373,7 @@ def _pair(name: str, given: Any) -> Placed:
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(one, Placement) for one in given):
         return Placed(*given)
     raise TypeError(
-        f"{name} must be a fsdp.Placed, a pair of placements along the shard and the replica axis, got {given!r}"
+        f"{name} must be an fsdp.Placed, a pair of placements along the shard and the replica axis, got {given!r}"
     )
 
 

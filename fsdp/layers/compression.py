@@ -373,7 +373,7 @@ def _require_possible(runtime: Runtime, reduce: Any, gather: Any, replicas: Any)
     given = {"reduce": reduce, "gather": gather, "replicas": replicas}
     for name, kind in kinds.items():
         if given[name] is not None and not isinstance(given[name], kind):
-            raise TypeError(f"fsdp.compress: {name} must be a fsdp.{kind.__name__} or None, got {given[name]!r}")
+            raise TypeError(f"fsdp.compress: {name} must be an fsdp.{kind.__name__} or None, got {given[name]!r}")
     is_sharded = any(unit.axes[0].world_size > 1 for unit in runtime.units)
     is_replicated = any(unit.axes[1].world_size > 1 for unit in runtime.units)
     if replicas and is_sharded and not is_replicated:

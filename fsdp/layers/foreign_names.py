@@ -34,13 +34,16 @@ KEYWORDS = {
     "device_id": "pass compute_device, or move the module before it is wrapped",
     "device_mesh": "pass it as process_group",
     "ignored_states": "pass ignored_modules or ignored_parameters",
-    "backward_prefetch": "omit it: the next unit is gathered ahead, in the recorded order",
-    "forward_prefetch": "omit it: the next unit is gathered ahead, in the recorded order",
-    "limit_all_gathers": "omit it: at most one unit is gathered ahead",
+    "backward_prefetch": "omit it: the next unit is gathered in advance, in the recorded order",
+    "forward_prefetch": "omit it: the next unit is gathered in advance, in the recorded order",
+    "limit_all_gathers": "omit it: at most one unit is gathered in advance",
     "writeback": "volatile=True is writeback=False, and writeback=True the default",
 }
 
-_FULL = "state_dict() is full, state_dict(rank0_only=True) on the first rank; sharded_state_dict() and fsdp.save shard"
+_FULL = (
+    "each type has a method: state_dict(), state_dict(rank0_only=True), sharded_state_dict(), local_state_dict(); "
+    "or use fsdp.save"
+)
 _OPTIM = "use fsdp.optim_utils.full_optim_state_dict(model, optimizer), or fsdp.save"
 
 # Methods of FSDP1, called on the class.
@@ -61,7 +64,7 @@ METHODS = _by_name(
 NAMES = _by_name(
     {
         "StateDictType StateDictConfig StateDictSettings FullStateDictConfig ShardedStateDictConfig "
-        "LocalStateDictConfig": f"there is no type to be set, {_FULL}",
+        "LocalStateDictConfig": _FULL,
         "OptimStateDictConfig FullOptimStateDictConfig ShardedOptimStateDictConfig LocalOptimStateDictConfig": _OPTIM,
         "OptimStateKeyType": METHODS["rekey_optim_state_dict"],
         "BackwardPrefetch": KEYWORDS["backward_prefetch"],
@@ -95,7 +98,7 @@ ATTRIBUTES = _by_name(
         "_exec_order_data": "the order of units is recorded in each pass; fsdp.trace shows it",
         "_device_handle _default_stream _unshard_stream _pre_unshard_stream _post_backward_stream _all_reduce_stream "
         "_free_event_queue": "streams and events belong to the communicators, and cannot be set",
-        "_state_dict_type _state_dict_config": f"there is no type to be set, {_FULL}",
+        "_state_dict_type _state_dict_config": _FULL,
         "_optim_state_dict_config": _OPTIM,
         **{name: KEYWORDS[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
     }
@@ -140,7 +143,7 @@ PRIVATE = {
 
 def refuse_foreign(owner: type, name: str) -> None:
     """Raise AttributeError for a name of FSDP1 or FairScale that a class does not have."""
-    for others, table in (("torch's", METHODS), ("torch's", ATTRIBUTES), ("FairScale's", PRIVATE)):
+    for others, table in (("torch's FSDP", METHODS), ("torch's FSDP", ATTRIBUTES), ("FairScale's", PRIVATE)):
         if name in table:
             raise AttributeError(f"{owner.__name__} has no {name}, which {others} has: {table[name]}")
 
@@ -215,14 +218,14 @@ class ForeignMethod:
 
 
 def refuses_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make a function raise TypeError for arguments that only FSDP1 has; its signature is unchanged.
+    """Make a function raise TypeError for arguments that only torch's FSDP has; its signature is unchanged.
 
     The function also warns of FSDP1's environment variables.
     """
 
     @functools.wraps(function)
     def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
-        found = [f"no argument {name}, which torch's has: {KEYWORDS[name]}" for name in given if name in KEYWORDS]
+        found = [f"no argument {name}, which torch's FSDP has: {KEYWORDS[name]}" for name in given if name in KEYWORDS]
         if found:
             raise TypeError(f"FullyShardedDataParallel has {'. It has '.join(found)}")
         _warn_of_variables()

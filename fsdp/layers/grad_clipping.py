@@ -146,8 +146,8 @@ def norm_over_ranks(
     dtypes |= {handle.kept_grad_dtype for handle in handles.values() if handle.flat_param.requires_grad}
     dtype = torch.float64 if any(each.to_real() is torch.float64 for each in dtypes) else torch.float32
     local = _local_total(shares, norm_type, root.device, dtype)
-    purpose = "" if max_norm is None else f", to be at most {max_norm:g}"
-    what = f"the norm of gradients of order {norm_type:g}{purpose}"
+    bound = "" if max_norm is None else f", max_norm={max_norm:g}"
+    what = f"the norm of gradients (norm_type={norm_type:g}{bound})"
     if math.isinf(norm_type):
         return maximum(comms, local, what)
     return over_all(comms, local, "sum", what).pow(1.0 / norm_type)

@@ -144,7 +144,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer, ours: list[tuple[Any, Any
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not "
                     "reduced over the ranks yet and would be ignored. Run the last backward of the step outside "
-                    "no_sync()."
+                    "no_sync(), or with fully_shard after set_requires_gradient_sync(True)."
                 )
             if param.grad.dtype is not param.dtype:
                 refuse_mixed_gradients(optimizer, param)

@@ -221,7 +221,7 @@ def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[
         yield (
             f"this {kind} steps sharded parameters, and {len(apart)} that are not (of shapes {shapes}): the gradients "
             "of these are not averaged over the ranks, so each rank trains different values. Shard the outermost "
-            "module as well, and ignore these if you average their gradients yourself."
+            "module as well, or ignore these parameters if you average their gradients yourself."
         )
 
 

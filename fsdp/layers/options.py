@@ -262,7 +262,7 @@ def _precision(policy: Any, flags: dict[str, Any]) -> Precision:
         return policy  # from `fully_shard`
     if not isinstance(policy, MixedPrecision):
         if policy not in (True, False, None):
-            raise TypeError(f"mixed_precision must be True, False or a fsdp.MixedPrecision, got {policy!r}")
+            raise TypeError(f"mixed_precision must be True, False or an fsdp.MixedPrecision, got {policy!r}")
         return Precision.of_flags(mixed_precision=bool(policy), **flags)
     also = [name for name, silent in _PRECISION_FLAGS.items() if not any(flags[name] is value for value in silent)]
     if also:

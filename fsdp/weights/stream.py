@@ -163,7 +163,7 @@ class Stream:
             self._sink, asked = sink_of(sink), settings()
             if since is not None and not (isinstance(since, Snapshot) and getattr(self._sink, "takes_changes", False)):
                 raise TypeError(
-                    "since must be a fsdp.weights.Snapshot, for a sink that supports changes (SocketSink, "
+                    "since must be an fsdp.weights.Snapshot, for a sink that supports changes (SocketSink, "
                     f"SharedMemorySink), got {since!r} for {type(self._sink).__name__}"
                 )
             self._find(model, asked)

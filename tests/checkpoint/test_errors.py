@@ -528,7 +528,7 @@ def test_a_path_that_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
         "steps/step-00000003": r"there is no checkpoint.json in it\. fsdp.load_safetensors loads a model's tensors",
         "empty": r"there is no checkpoint.json in it$",
         "file": "it is a file",
-        "nowhere": "there is nothing",
+        "nowhere": "the path does not exist",
     }.items():
         with pytest.raises(FileNotFoundError, match=f"{name} is not a complete checkpoint: {message}"):
             fsdp.load(tmp_path / name, nested_mlp())

@@ -34,7 +34,7 @@ def _save(model: nn.Module, folder: Path) -> None:
     ("behave", "awaited"),
     [
         (_train, "exchange of which parameters get a gradient in the backward of root (Linear)"),
-        (_save, "what ranks tell each other in fsdp.save()"),
+        (_save, "an exchange of messages in fsdp.save()"),
     ],
 )
 def test_a_rank_that_is_late_is_reported(

@@ -20,7 +20,7 @@ from tests.distributed.test_recovery import BATCHES, Training, errors_of, start,
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
-KINDS = ["all-gather", "reduce-scatter", "what ranks tell each other"]
+KINDS = ["all-gather", "reduce-scatter", "an exchange of messages"]
 LARGE = 8  # bytes, of what is damaged: neither checksums nor lone numbers
 
 
@@ -86,8 +86,8 @@ def test_ranks_that_do_not_all_check_are_told_apart(tmp_path: Path) -> None:
         weights_after([0])
     dist.destroy_process_group()
     error = str(error.value)
-    assert "  rank 0: waiting for what ranks tell each other, with checksums" in error
-    assert "  rank 1: waiting for what ranks tell each other" in error
+    assert "  rank 0: waiting for an exchange of messages, with checksums" in error
+    assert "  rank 1: waiting for an exchange of messages" in error
     assert "different collectives" in error
 
 

@@ -298,11 +298,11 @@ def at(waits_for: str | None = None, call: str = "", passes: Sequence[Pass] = ()
 
 def test_a_call_that_other_ranks_have_not_made_is_named() -> None:
     training = at("all-gather of root", passes=[*step(1), forward(2, UNITS[:1], is_over=False)])
-    saving = at("what ranks tell each other", "fsdp.save()", step(1))
+    saving = at("an exchange of messages", "fsdp.save()", step(1))
     found = "ranks 0, 2 are in fsdp.save(), which every rank must call"
     assert conclusion(0, {0: saving, 1: training, 2: saving}).startswith(f"R{found[1:]}, and rank 1 in forward 2. Make")
     assert conclusion(0, {0: saving, 1: at(), 2: saving}).startswith(f"The others wait for rank 1. R{found[1:]}. Make")
-    loading = at("what ranks tell each other", "fsdp.load()")
+    loading = at("an exchange of messages", "fsdp.load()")
     assert conclusion(1, {0: saving, 1: loading}).startswith(
         "Rank 0 is in fsdp.save(), which every rank must call, and rank 1 in fsdp.load(). Make the same calls"
     )

@@ -100,7 +100,7 @@ def test_pain_point_22_the_survivor_of_a_death_names_itself_and_the_unit(
         ranks(2, backend=None, grace=60).run(_outlive_the_other, machines, tmp_path, moment)
     survivor, dead = error.value.outcomes
     assert (survivor.ending, dead.ending) == (Ending.RETURNED, Ending.DIED)
-    waits = r"((all-)?gather|reduce-scatter) of (layers\.\d|root).*|what ranks tell each other in state_dict\(\)"
+    waits = r"((all-)?gather|reduce-scatter) of (layers\.\d|root).*|an exchange of messages in state_dict\(\)"
     waits += r"|exchange of which parameters get a gradient in the backward of root.*"  # gathered before it died
     for message in survivor.value:
         assert re.match(rf"rank 0: ({waits}) did not complete", message)

@@ -130,7 +130,7 @@ def test_a_rank_that_is_busy_for_a_good_reason_is_waited_for() -> None:
 
 def test_a_slow_save_in_the_background_is_waited_for_and_hides_nothing(ranks: RankPool, tmp_path: Path) -> None:
     report = "".join(ranks(2).run(_save_slowly_in_the_background, tmp_path))
-    assert "what ranks tell each other" not in report
+    assert "an exchange of messages" not in report
     assert "waited for all-gather of root (Linear) in forward" in report
     assert "  rank 1: in no collective, at test_watchdog.py:" in report
 
@@ -183,7 +183,7 @@ def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_rep
     error = str(error.value)
     assert "did not complete: fsdp: rank " in error
     assert "  rank 0: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in error
-    assert "  rank 1: waiting for what ranks tell each other in state_dict()" in error
+    assert "  rank 1: waiting for an exchange of messages in state_dict()" in error
     assert "Rank 1 is in state_dict(), which every rank must call, and rank 0 in forward 2." in error
 
 

@@ -177,7 +177,7 @@ def test_what_does_not_fit_together(parameters: Placed, gradients: Placed, optim
 
 @pytest.mark.parametrize("given", [SHARDED, (SHARDED,), "SHARDED", ("SHARDED", "REPLICATED"), None])
 def test_what_is_no_pair(given: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape("gradients must be a fsdp.Placed, a pair of placements")):
+    with pytest.raises(TypeError, match=re.escape("gradients must be an fsdp.Placed, a pair of placements")):
         Placements(parameters=S_R, gradients=given, optimizer=S_R)
 
 
@@ -198,5 +198,5 @@ def test_placements_beside_what_they_replace(other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [ShardingStrategy.SHARD_OPTIM, "SHARD_OPTIM", S_R])
 def test_what_are_no_placements(given: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape("placements must be a fsdp.Placements or None, got")):
+    with pytest.raises(TypeError, match=re.escape("placements must be an fsdp.Placements or None, got")):
         FullyShardedDataParallel(nn.Linear(2, 2), process_group=Alone(), placements=given)

@@ -100,7 +100,7 @@ FAULTS = {
         clipping("another bound", "options", updates("clipping", max_norm=0.5),
             unit="max_norm|at most 0.5", remedy=DIFFERENT),
         clipping("another norm", "options", updates("clipping", norm_type=1.0),
-            unit="norm_type|norm of gradients of order 1", remedy=DIFFERENT),
+            unit="norm_type|norm of gradients \\(norm_type=1", remedy=DIFFERENT),
         clipping("the largest element", "options", updates("clipping", norm_type=float("inf")), remedy=DIFFERENT),
         clipping("values instead of the norm", "modes", instead("clip_values"), program=CLIPPING + " train"),
         clipping("torch's function on one rank", "modes", instead("clip_to_one"), unit="", quiet=True),

@@ -116,7 +116,7 @@ def test_a_subclass_with_keywords_of_its_own() -> None:
     assert list(inspect.signature(Labelled).parameters) == ["args", "label", "device_id", "kwargs"]
     model = Labelled(nn.Sequential(nn.Linear(5, 3)), Alone(), label="encoder", device_id=1)
     assert (model.label, model.device_id) == ("encoder", 1)
-    with pytest.raises(TypeError, match="no argument device_mesh, which torch's has: pass it as process_group"):
+    with pytest.raises(TypeError, match="no argument device_mesh, which torch's FSDP has: pass it as process_group"):
         Labelled(nn.Linear(5, 3), device_mesh=Alone())
     assert get_fsdp_instances(nn.ModuleList([model])) == [model]
     step(model)

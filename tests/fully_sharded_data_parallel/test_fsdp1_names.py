@@ -51,7 +51,7 @@ def test_a_mixed_precision_of_torch_is_taken() -> None:
 
 @pytest.mark.parametrize("name", list(KEYWORDS))
 def test_other_arguments_say_what_to_use(name: str) -> None:
-    with pytest.raises(TypeError, match=f"no argument {name}, which torch's has") as error:
+    with pytest.raises(TypeError, match=f"no argument {name}, which torch's FSDP has") as error:
         wrapped(**{name: BackwardPrefetch.BACKWARD_PRE})
     assert KEYWORDS[name] in str(error.value)
 
@@ -79,7 +79,9 @@ def test_writeback_says_what_to_use() -> None:
 def test_methods_say_what_to_use(name: str) -> None:
     for asked in (FullyShardedDataParallel, wrapped()):
         assert not hasattr(asked, name)
-        with pytest.raises(AttributeError, match=f"FullyShardedDataParallel has no {name}, which torch's has") as error:
+        with pytest.raises(
+            AttributeError, match=f"FullyShardedDataParallel has no {name}, which torch's FSDP has"
+        ) as error:
             getattr(asked, name)
         assert METHODS[name] in str(error.value)
 
@@ -88,7 +90,9 @@ def test_methods_say_what_to_use(name: str) -> None:
 def test_attributes_say_what_to_use(name: str) -> None:
     model = wrapped()
     assert not hasattr(model, name)
-    with pytest.raises(AttributeError, match=f"FullyShardedDataParallel has no {name}, which torch's has") as error:
+    with pytest.raises(
+        AttributeError, match=f"FullyShardedDataParallel has no {name}, which torch's FSDP has"
+    ) as error:
         getattr(model, name)
     assert ATTRIBUTES[name] in str(error.value)
 

@@ -225,7 +225,7 @@ def test_parameters_that_are_given_twice_count_twice() -> None:
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_ranks_that_clip_a_part_to_different_norms_are_told(rows: bool) -> None:
-    with pytest.raises(WorldError, match=r"to be at most 0\.01"):
+    with pytest.raises(WorldError, match=r"max_norm=0\.01"):
         World(2).run(_clip_a_part_to_different_norms, rows)
 
 

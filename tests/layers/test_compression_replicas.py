@@ -324,7 +324,7 @@ def test_what_cannot_be_combined_is_refused_by_name() -> None:
     whole = FullyShardedDataParallel(layers(), sharding_strategy=ShardingStrategy.NO_SHARD)
     with pytest.raises(ValueError, match=r"nothing is sharded, so that `reduce` and `gather` have no effect"):
         compress(whole, reduce=policy())
-    with pytest.raises(TypeError, match=r"replicas must be a fsdp.QuantizedReduce or None, got QuantizedGather"):
+    with pytest.raises(TypeError, match=r"replicas must be an fsdp.QuantizedReduce or None, got QuantizedGather"):
         compress(whole, replicas=QuantizedGather())  # type: ignore[arg-type]
     nested = FullyShardedDataParallel(
         layers(), process_group=mesh_of(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD_OPTIM

@@ -56,7 +56,7 @@ def test_members_of_torch_are_taken() -> None:
 
 @pytest.mark.parametrize("given", ["FULL_SHARD", 1, True])
 def test_anything_else_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"sharding_strategy must be a fsdp.ShardingStrategy \(FULL_SHARD, .*got "):
+    with pytest.raises(TypeError, match=r"sharding_strategy must be an fsdp.ShardingStrategy \(FULL_SHARD, .*got "):
         wrapped(process_group=Alone(), sharding_strategy=given)
 
 

@@ -320,7 +320,7 @@ def test_tensors_that_belong_together_are_in_one_bucket() -> None:
         ({"dtype": torch.int8}, TypeError, "dtype must be a floating-point"),
         ({"dtype": "bfloat16"}, TypeError, "dtype must be a floating-point"),
         ({"together": 3}, TypeError, "not iterable"),
-        ({"since": 3}, TypeError, "since must be a fsdp.weights.Snapshot"),
+        ({"since": 3}, TypeError, "since must be an fsdp.weights.Snapshot"),
         ({"rename": {"wide": "same", "short": "same"}}, ValueError, "the same name same"),
         ({"rename": {"wide": None}}, TypeError, "rename must return a name"),
         ({"sink": 3}, TypeError, "sink must be a function"),
