@@ -27,7 +27,7 @@ def _by_name(reasons: dict[str, str]) -> dict[str, str]:
     return {name: reason for names, reason in reasons.items() for name in names.split()}
 
 
-# Arguments of FSDP1's constructor and methods.
+# Arguments of FSDP1's constructor and methods, and of FSDP2's `fully_shard`.
 KEYWORDS = {
     "auto_wrap_policy": "call fsdp.shard(module, units={Block}, ...), which takes classes of modules or a policy, "
     "and the other arguments",
@@ -38,6 +38,11 @@ KEYWORDS = {
     "forward_prefetch": "omit it: the next unit is gathered in advance, in the recorded order",
     "limit_all_gathers": "omit it: at most one unit is gathered in advance",
     "writeback": "volatile=True is writeback=False, and writeback=True the default",
+    "mesh": "pass it as process_group",
+    "mp_policy": "pass mixed_precision=fsdp.MixedPrecision(...)",
+    "offload_policy": "pass offload='cpu'",
+    "ignored_params": "pass ignored_parameters",
+    "shard_placement_fn": "omit it: vectors are divided at any element",
 }
 
 _FULL = (
