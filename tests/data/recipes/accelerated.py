@@ -4,7 +4,7 @@ from fsdp.accelerate import Accelerator
 
 
 def train(accelerator: Accelerator, model, optimizer, scheduler, loader, max_norm=1.0):
-    """One pass over the data; the optimizer was made from the parameters of the model, which is sharded."""
+    """Train for one epoch. The optimizer was created from the parameters of the sharded model."""
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     model.train()
     for batch in loader:
@@ -21,7 +21,7 @@ def train(accelerator: Accelerator, model, optimizer, scheduler, loader, max_nor
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model, loader):
-    """The mean loss over the data, each row counted once."""
+    """Return the mean loss over the data. Each row counts once."""
     model.eval()
     losses = []
     for batch in accelerator.prepare(loader):
@@ -31,8 +31,8 @@ def evaluate(accelerator: Accelerator, model, loader):
 
 
 def export(accelerator: Accelerator, model, folder):
-    """Save the model, gathered, for `from_pretrained`; of a model of `peft` the adapters."""
+    """Save the unsharded model for `from_pretrained`, or the adapters of a model of `peft`."""
     accelerator.unwrap_model(model).save_pretrained(
         folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
     )
-    accelerator.wait_for_everyone()  # or a rank could read what the first one still writes
+    accelerator.wait_for_everyone()  # otherwise a rank could read files that rank 0 still writes

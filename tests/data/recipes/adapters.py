@@ -7,15 +7,15 @@ import fsdp
 
 
 def shard(base, adapters, layer, **options):
-    """A sharded model that trains adapters, described by a configuration of `peft`, and nothing else."""
+    """Shard a model that trains only adapters, described by a configuration of `peft`."""
     plain = get_peft_model(base, adapters)
     model = fsdp.shard(plain, units={layer}, **options)
-    fsdp.register_fsdp_forward_method(model, "generate")  # of `peft`: it calls the base, whose embedding the root has
+    fsdp.register_fsdp_forward_method(model, "generate")  # `peft` calls the base, whose embedding belongs to the root
     return model
 
 
 def save_adapters(model, folder):
-    """A folder that `PeftModel.from_pretrained` reads."""
+    """Write a folder for `PeftModel.from_pretrained`."""
     with model.summon_full_params(rank0_only=True, volatile=True, offload_to_cpu=True):  # peft reads modules, too
         if dist.get_rank() == 0:
             state = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
@@ -24,7 +24,7 @@ def save_adapters(model, folder):
 
 
 def save_merged(model, config, adapters, folder):
-    """A folder that `from_pretrained` reads: the base with the adapters in its weights. The model stays as it is."""
+    """Write a folder for `from_pretrained`: the base with merged adapters. The model does not change."""
     state = model.state_dict(rank0_only=True)
     if dist.get_rank() == 0:
         with torch.device("meta"):  # the same model, unsharded and without memory, gets the tensors of the state

@@ -7,17 +7,19 @@ import fsdp
 
 
 def load(source, layer=LlamaDecoderLayer, **options):
-    """A model from a folder of safetensors files, of which this rank reads what it keeps."""
+    """Build a model from a folder of safetensors files. Each rank reads only its shards."""
     with torch.device("meta"):  # shapes, and no memory
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     model = fsdp.shard(plain, units={layer}, **options)
     fsdp.load_safetensors(model, source)
-    fsdp.materialize(model, param_init_fn=plain._init_weights)  # what is in no file: tables of rotary embeddings
+    fsdp.materialize(
+        model, param_init_fn=plain._init_weights
+    )  # tensors that are in no file: tables of rotary embeddings
     return model
 
 
 def train(model, optimizer, batches, max_norm=1.0):
-    """One step for each batch; every rank has its own, and as many of them."""
+    """Run a step for each batch. All ranks need the same number of batches."""
     model.train()
     for batch in batches:
         loss = model(**batch).loss
@@ -29,13 +31,13 @@ def train(model, optimizer, batches, max_norm=1.0):
 
 
 def generate(model, prompt, **options):
-    """On every rank at once, each with a prompt of its own, of any length."""
+    """Generate on every rank. Prompts and their lengths may differ."""
     return model.eval().generate(prompt, synced_gpus=dist.get_world_size() > 1, **options)
 
 
 def save(model, folder, optimizer=None):
-    """A folder that `from_pretrained` reads, and `fsdp.load` with the optimizer."""
+    """Write a folder for `from_pretrained`, and for `fsdp.load` with the optimizer."""
     saved = fsdp.save(folder, model, optimizer)
     if dist.get_rank() == 0:
         model.config.save_pretrained(saved.path)
-    dist.barrier()  # or a rank could read what the first one still writes
+    dist.barrier()  # otherwise a rank could read files that rank 0 still writes
