@@ -35,8 +35,7 @@ from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import Runtime, runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in, units_of
-from fsdp.layers import on_demand
-from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, refuse_torchs_units, replicated_in
+from fsdp.layers import foreign_names, on_demand
 from fsdp.layers.managed_params import Found, MakeFlatParam, group, reader_message
 from fsdp.layers.module_overrides import unswapped
 from fsdp.layers.options import MixedPrecisionPolicy, OffloadPolicy, Options, is_offloaded, precision_of
@@ -101,6 +100,7 @@ class _Arguments(TypedDict, total=False):
 def fully_shard(module: nn.Module, **arguments: Unpack[_Arguments]) -> FSDPModule: ...
 @overload
 def fully_shard(module: Sequence[nn.Module], **arguments: Unpack[_Arguments]) -> list[FSDPModule]: ...
+@foreign_names.refuses_wrappers_keywords
 def fully_shard(
     module: Any,
     *,
@@ -179,7 +179,7 @@ def fully_shard(
         compute_device=device,
     )
     form = DTensorForm(spread, groups.replicas, shard_placement_fn, mp_policy)
-    ignored = Ignored.of(replicated_in(one), ignored_params)
+    ignored = Ignored.of(foreign_names.replicated_in(one), ignored_params, "ignored_params")
     places = {} if shard_placement_fn is None else placed_elsewhere(one, mesh, shard_placement_fn, ignored)
     for inner, its_own in places.items():
         _check_inside(inner, modules, its_own["mesh"], mesh)
@@ -199,7 +199,7 @@ def fully_shard(
         each.register_load_state_dict_pre_hook(partial(_settle_ties, unit))
         each.register_load_state_dict_post_hook(partial(_take_in, unit))
         each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
-        note_fully_sharded(each)
+        foreign_names.note_fully_sharded(each)
     return module
 
 
@@ -333,7 +333,7 @@ def _check_module(module: Any) -> None:
     wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard or the wrapper for all modules")
-    refuse_torchs_units(module)
+    foreign_names.refuse_torchs_units(module)
     refuse_fake_tensors(module)
     _fsdp_class(type(module))  # type: ignore[arg-type]  # raises if the class cannot be subclassed
 
@@ -724,7 +724,7 @@ class FSDPModule(_Base):
     _ddp_params_and_buffers_to_ignore = _RefusesDistributedDataParallel()
 
     def _replicate_for_data_parallel(self) -> Any:
-        refuse_data_parallel(f"a {type(self).__name__}", "the module itself")
+        foreign_names.refuse_data_parallel(f"a {type(self).__name__}", "the module itself")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(

@@ -23,11 +23,19 @@ class Ignored:
     parameters: frozenset[Tensor] = frozenset()
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
-        """Return the ignored modules and parameters from the arguments of an interface, after checking their types."""
+    def of(
+        cls,
+        modules: Iterable[nn.Module] | None,
+        parameters: Iterable[nn.Parameter] | None,
+        argument: str = "ignored_parameters",
+    ) -> Ignored:
+        """Return the ignored modules and parameters from the arguments of an interface, after checking their types.
+
+        Errors name `argument` for the parameters.
+        """
         roots = _checked("ignored_modules", modules, nn.Module)
         inside = frozenset(inner for root in roots for inner in root.modules())
-        named = _checked("ignored_parameters", parameters, nn.Parameter)
+        named = _checked(argument, parameters, nn.Parameter)
         if not (roots or named):
             return _NOTHING
         used = (param for module in inside for param in module._parameters.values() if param is not None)

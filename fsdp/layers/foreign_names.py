@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
@@ -27,7 +27,7 @@ def _by_name(reasons: dict[str, str]) -> dict[str, str]:
     return {name: reason for names, reason in reasons.items() for name in names.split()}
 
 
-# Arguments of FSDP1's constructor and methods, and of FSDP2's `fully_shard`.
+# Arguments of FSDP1's constructor and methods, and of FSDP2's `fully_shard`, for the wrapper.
 KEYWORDS = {
     "auto_wrap_policy": "call fsdp.shard(module, units={Block}, ...), which takes classes of modules or a policy, "
     "and the other arguments",
@@ -44,6 +44,21 @@ KEYWORDS = {
     "ignored_params": "pass ignored_parameters",
     "shard_placement_fn": "omit it: vectors are divided at any element",
 }
+# Arguments of the wrapper and of FSDP1, for `fully_shard`.
+FULLY_SHARD_KEYWORDS = _by_name(
+    {
+        "process_group device_mesh": "pass a DeviceMesh as mesh",
+        "auto_wrap_policy units": "call fully_shard on each inner module first",
+        "mixed_precision compute_dtype": "pass mp_policy=fsdp.MixedPrecisionPolicy(...)",
+        "cpu_offload offload": "pass offload_policy=fsdp.CPUOffloadPolicy()",
+        "sharding_strategy": "pass reshard_after_forward, or placements",
+        "ignored_modules ignored_parameters ignored_states": "pass parameters as ignored_params",
+        "device_id compute_device": "pass a mesh of the device's type",
+        "use_orig_params": "omit it: parameters keep their names and shapes",
+        "sync_module_states param_init_fn": "build the module on the meta device, then load values, or call "
+        "fsdp.materialize(model)",
+    }
+)
 
 _FULL = (
     "each type has a method: state_dict(), state_dict(rank0_only=True), sharded_state_dict(), local_state_dict(); "
@@ -223,20 +238,35 @@ class ForeignMethod:
 
 
 def refuses_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make a function raise TypeError for arguments that only torch's FSDP has; its signature is unchanged.
+    """Make a function of the wrapper raise TypeError for arguments that only torch's FSDP has; the signature is kept.
 
     The function also warns of FSDP1's environment variables.
     """
 
     @functools.wraps(function)
     def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
-        found = [f"no argument {name}, which torch's FSDP has: {KEYWORDS[name]}" for name in given if name in KEYWORDS]
-        if found:
-            raise TypeError(f"FullyShardedDataParallel has {'. It has '.join(found)}")
+        _refuse_keywords(given, "FullyShardedDataParallel", "torch's FSDP", KEYWORDS)
         _warn_of_variables()
         return function(*args, **given)
 
     return checked
+
+
+def refuses_wrappers_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Make `fully_shard` raise TypeError for arguments of `FullyShardedDataParallel`; the signature is kept."""
+
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
+        _refuse_keywords(given, "fully_shard", "FullyShardedDataParallel", FULLY_SHARD_KEYWORDS)
+        return function(*args, **given)
+
+    return checked
+
+
+def _refuse_keywords(given: Iterable[str], owner: str, others: str, known: Mapping[str, str]) -> None:
+    found = [f"no argument {name}, which {others} has: {known[name]}" for name in given if name in known]
+    if found:
+        raise TypeError(f"{owner} has {'. It has '.join(found)}")
 
 
 @functools.cache

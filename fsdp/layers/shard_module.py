@@ -248,16 +248,16 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
             f"ignored_modules contains the {type(module).__name__} that is to be wrapped, or a module around it: no "
             "parameter would be sharded, and no gradient averaged. Leave this module unwrapped, or ignore modules in it"
         )
+    if any(isinstance(inner, fully_sharded) for inner in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is, or contains, a module that fully_shard has sharded: use either fully_shard "
+            "or the wrapper for all modules of a model"
+        )
     if (unit := unit_of(module)) is not None and not unit.holds_nothing:
         raise ValueError(
             f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
             "wrapper, or the modules around it. After an error in param_init_fn there is no wrapper: build the module "
             "again"
-        )
-    if any(isinstance(inner, fully_sharded) for inner in module.modules()):
-        raise ValueError(
-            f"{type(module).__name__} is, or contains, a module that fully_shard has sharded: use either fully_shard "
-            "or the wrapper for all modules of a model"
         )
     refuse_torchs_units(module)
     refuse_fake_tensors(module)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp
 from fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision
+from fsdp.layers.foreign_names import FULLY_SHARD_KEYWORDS
 from tests.helpers.dtensor_twins import mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
@@ -169,6 +170,7 @@ def test_ignored_parameters_stay_plain_and_apart() -> None:
         ({"mp_policy": None}, TypeError, "mp_policy must be a MixedPrecisionPolicy"),
         ({"mp_policy": MixedPrecision()}, TypeError, "got a MixedPrecision, which belongs to"),
         ({"offload_policy": True}, TypeError, r"offload_policy must be CPUOffloadPolicy\(\) or OffloadPolicy\(\)"),
+        ({"ignored_params": [1]}, TypeError, "ignored_params must be an iterable of Parameters, found a int"),
         ({"shard_placement_fn": third}, ValueError, r"Shard\(dim=2\) for weight, of shape \[3, 5\]"),
         ({"shard_placement_fn": replicated}, ValueError, r"must be Shard\(dim\)"),
         ({"shard_placement_fn": number}, ValueError, "shard_placement_fn returned 1 for weight"),
@@ -179,6 +181,14 @@ def test_an_option_that_cannot_be(
     ranks: RankPool, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     ranks(1).run(_refuse, linear, error, message, options)
+
+
+@pytest.mark.parametrize("name", FULLY_SHARD_KEYWORDS)
+def test_arguments_of_the_wrapper_say_what_to_use(name: str) -> None:
+    given: dict[str, Any] = {name: None}
+    with pytest.raises(TypeError, match=f"fully_shard has no argument {name}, which FullyShardedDataParallel has") as e:
+        fsdp.fully_shard(linear(), **given)
+    assert FULLY_SHARD_KEYWORDS[name] in str(e.value)
 
 
 @on_ranks(4)
@@ -240,7 +250,7 @@ def test_without_a_process_group() -> None:
 @on_ranks(1)
 def test_a_wrapper_around_what_is_sharded() -> None:
     for model in (twice(), nn.Sequential(twice())):
-        with pytest.raises(ValueError, match=r"is wrapped already|fully_shard"):
+        with pytest.raises(ValueError, match="a module that fully_shard has sharded"):
             fully_sharded()(model)
 
 
