@@ -477,8 +477,15 @@ class Senders:
                 yield from ((name, *span) for span in spans(*extent))
 
 
+# The last thread of each rank. Threads of all savers use the same process groups, so a thread writes after the thread
+# before it, in the order in which all ranks have called `save`.
+_writers: dict[int, threading.Thread] = {}
+
+
 @during("fsdp.checkpoint.Saver.save()")
-def _write_for(job: Future[Saved], place: Place, found: Plan, ranks: Ranks) -> None:
+def _write_for(job: Future[Saved], before: threading.Thread | None, place: Place, found: Plan, ranks: Ranks) -> None:
+    if before is not None:
+        before.join()
     try:
         job.set_result(write(place, found, ranks))
     except BaseException as error:  # noqa: BLE001 (the job raises it)
@@ -566,9 +573,11 @@ class Saver(AbstractContextManager["Saver"]):
         release(units)
         place = replace(place, path=os.path.abspath(place.path))  # the current folder may change later
         job: Future[Saved] = Future()
-        work = job, place, found, tuple(comm.apart() for comm in ranks)
+        work = job, _writers.get(own_rank()), place, found, tuple(comm.apart() for comm in ranks)
         # Not a daemon: the interpreter waits for this thread at exit.
-        threading.Thread(target=_write_for, name=f"saves {place.folder}", args=work).start()
+        writer = threading.Thread(target=_write_for, name=f"saves {place.folder}", args=work)
+        writer.start()
+        _writers[own_rank()] = writer
         self._jobs.append(job)
         self._saved = None
 

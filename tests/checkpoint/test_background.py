@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -178,6 +179,31 @@ def test_a_save_that_comes_too_early_waits_otherwise(tmp_path: Path) -> None:
         saver.save(tmp_path / "run", model, values=2)
         assert gate.is_set()
     assert fsdp.load(tmp_path / "run", model).values == 2
+
+
+@on_ranks(2)
+def test_savers_of_two_models_write_at_the_same_time(tmp_path: Path) -> None:
+    """Their threads run in another order on each rank."""
+    models = {name: nested_mlp(fully_sharded()) for name in ("first", "second")}
+    optimizers = {name: adam(model.parameters()) for name, model in models.items()}
+    from fsdp.checkpoint.safetensors import write_parts as do
+
+    def late(folder: str, *args: Any) -> Any:
+        if ("first" in folder) == (dist.get_rank() == 0):
+            time.sleep(0.3)
+        return do(folder, *args)
+
+    with mock.patch(write_parts, late), Saver() as one, Saver() as other:
+        savers = {"first": one, "second": other}
+        for steps, (name, model) in enumerate(models.items(), 1):
+            for _ in range(steps):
+                train(model, optimizers[name])
+        for name, model in models.items():
+            savers[name].save(tmp_path / name, model, optimizers[name], values=name)
+    for name, model in models.items():
+        loaded = nested_mlp(fully_sharded())
+        assert fsdp.load(tmp_path / name, loaded, adam(loaded.parameters())).values == name
+        assert_same_state(loaded.state_dict(), model.state_dict())
 
 
 def test_a_saver_may_end_before_its_save_in_any_thread(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
