@@ -693,6 +693,8 @@ class FSDPModule(_Base):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Reshard, and return the state dict of `nn.Module.state_dict`."""
         (unit := _of(self)).end_left_forward()
+        if unit.runtime is not None and any(one.state is not TrainingState.IDLE for one in _units(self, recurse=True)):
+            unit.runtime.ensure_idle("take a state dict", is_served=True)  # modules list memory that will be freed
         if unit.state is TrainingState.IDLE:
             self.reshard()
         return super().state_dict(*args, **kwargs)
@@ -788,8 +790,7 @@ def _unsharded_in(units: Iterable[Unit]) -> dict[nn.Parameter, nn.Parameter]:
                 for slot, param in enumerate(handle.orig_params.params):
                     if is_idle and (is_pending or (param.grad is None and not unit.is_spare)):
                         found[param] = leaf = handle.unsharded.leaves[slot]
-                        # Optimizers must refuse it.
-                        note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")
+                        note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")  # to refuse
     return found
 
 
