@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Protocol
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of, is_of_values
 from fsdp.engine.call_stack import is_called_from
@@ -124,18 +126,64 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
         )
 
 
+class _Memory(NamedTuple):
+    """The memory of a parameter; `begin` is the first byte, as an address or as an offset in a storage."""
+
+    name: str
+    begin: int
+    itemsize: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.begin + (last + 1) * self.itemsize
+
+    def view(self, memory: Tensor, begin: int) -> Tensor:
+        """Return the parameter's bytes in a tensor with an element for each byte from `begin`."""
+        strides = (*(stride * self.itemsize for stride in self.strides), 1)
+        return memory.as_strided((*self.shape, self.itemsize), strides, self.begin - begin)
+
+
 def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
     """Raise ValueError if two of these parameters use the same memory."""
-    seen: dict[int, str] = {}
+    found: list[_Memory] = []
     for param, name in named.items():
         if type(param) is not nn.Parameter and is_packed(param):
             continue  # inner tensors hold the memory, and bytes are copied from them
         local = _memory_of(param)
         has_memory = local.numel() and not local.is_meta and local.layout is torch.strided
         address = local.data_ptr() if has_memory else 0  # also 0 for classes with inner tensors
-        other = seen.setdefault(address, name) if address else name
-        if other != name:
-            raise _lost_tie(name, other)
+        if address:
+            found.append(_Memory(name, address, local.itemsize, local.shape, local.stride()))
+    _refuse_overlaps(found)
+
+
+def _refuse_overlaps(found: Iterable[_Memory]) -> None:
+    """Raise ValueError if two parameters have elements in common."""
+    groups: list[list[_Memory]] = []  # whose ranges overlap, like the ranges of two columns of a matrix
+    end = 0
+    for each in sorted(found, key=attrgetter("begin")):
+        if each.begin >= end:
+            groups.append([])
+        groups[-1].append(each)
+        end = max(end, each.end)
+    for members in groups:
+        if len(members) > 1:
+            _refuse_common_elements(members)
+
+
+def _refuse_common_elements(members: Sequence[_Memory]) -> None:
+    begin, end = members[0].begin, max(each.end for each in members)
+    used = torch.zeros(end - begin, dtype=torch.bool, device=HOST)
+    for number, each in enumerate(members):
+        if each.view(used, begin).any():
+            for other in members[:number]:
+                other.view(used.zero_(), begin).fill_(True)
+                if each.view(used, begin).any():
+                    raise _lost_tie(each.name, other.name)
+        each.view(used, begin).fill_(True)
 
 
 def _memory_of(param: Tensor) -> Tensor:
@@ -152,32 +200,33 @@ def _lost_tie(name: str, other: str) -> ValueError:
     )
 
 
-# For each unit, the storage and offset of each trained parameter before sharding, with the parameter's name. A weak
-# reference keeps the identity of a storage without its memory.
-_memory: WeakKeyDictionary[Unit, dict[tuple[int, int], tuple[str, StorageWeakRef]]] = WeakKeyDictionary()
+# For each unit, the storage and memory of each trained parameter before sharding. A weak reference keeps the identity
+# of a storage without its memory.
+_memory: WeakKeyDictionary[Unit, list[tuple[StorageWeakRef, _Memory]]] = WeakKeyDictionary()
 
 
 def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
     """Raise ValueError if trained parameters of a new unit and of its inner units used the same memory."""
-    own = _memory[unit] = {}
+    own = _memory[unit] = []
     for param, places in found.items():
         local = _memory_of(param)
         if param.requires_grad and local.numel() and not local.is_meta:
-            storage = StorageWeakRef(local.untyped_storage())
-            own[storage.cdata, int(local.storage_offset())] = (places[0].fqn, storage)
+            begin = int(local.storage_offset()) * local.itemsize
+            memory = _Memory(places[0].fqn, begin, local.itemsize, local.shape, local.stride())
+            own.append((StorageWeakRef(local.untyped_storage()), memory))
     if not unit.contains_units:
         return
-    seen: dict[tuple[int, int], str] = {}
+    in_storages: dict[int, list[_Memory]] = {}
     for path, each in units_in(unit):
-        for place, (name, _) in _memory.get(each, {}).items():
-            full_name = name if each is unit else join(path, name)
-            if place in seen:
-                raise _lost_tie(full_name, seen[place])
-            seen[place] = full_name
+        for storage, memory in _memory.get(each, ()):
+            name = memory.name if each is unit else join(path, memory.name)
+            in_storages.setdefault(storage.cdata, []).append(memory._replace(name=name))
+    for in_storage in in_storages.values():
+        _refuse_overlaps(in_storage)
 
 
 def forget_memory(units: Iterable[Unit]) -> None:
-    """Discard the original addresses of the units' parameters, because no unit will be created around these units."""
+    """Discard the original memory of the units' parameters, because no unit will be created around these units."""
     for unit in units:
         _memory.pop(unit, None)
 

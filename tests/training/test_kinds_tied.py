@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, get_fsdp_instances, module_wrap_policy
 from fsdp.engine.names import clean_name
-from tests.helpers.equality import assert_close_state
+from tests.helpers.equality import assert_close_state, assert_same_state
+from tests.helpers.forms import full_state
 from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import (
     FLAT,
@@ -268,6 +269,44 @@ def test_parameters_that_are_tied_by_their_memory_across_units_of_separate_calls
                 ValueError, match=r"[02]\.weight is a separate parameter that shares memory with [02]\.weight"
             ):
                 wrap(model)
+
+
+def parts(*rows_and_columns: tuple[slice, slice]) -> nn.Module:
+    """Layers whose weights are parts of the same memory."""
+    memory, model = torch.randn(6, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in rows_and_columns))
+    for layer, place in zip(model, rows_and_columns, strict=True):
+        layer.weight = nn.Parameter(memory[place])
+    return model
+
+
+EVERY = slice(None)
+
+
+@pytest.mark.parametrize("second", [(slice(3, 6), EVERY), (EVERY, slice(2, 4)), (slice(4, 6), slice(3, 4))])
+@on_ranks(1)
+def test_parameters_that_have_elements_in_common_are_refused(second: tuple[slice, slice]) -> None:
+    for wrap in (fully_sharded(), fully_sharded(use_orig_params=True), fsdp.fully_shard):
+        for inner in ((), (0, 1)):
+            model: Any = parts((slice(0, 5), EVERY), second)
+            for number in inner:
+                model[number] = wrap(model[number])
+            with pytest.raises(
+                ValueError, match=r"1\.weight is a separate parameter that shares memory with 0\.weight"
+            ):
+                wrap(model)
+
+
+@pytest.mark.parametrize("second", [(slice(3, 6), EVERY), (slice(0, 4), slice(2, 4)), (slice(2, 6, 2), EVERY)])
+@on_ranks(1)
+def test_parameters_may_be_separate_parts_of_the_same_memory(second: tuple[slice, slice]) -> None:
+    first = {3: (slice(0, 3), EVERY), 2: (slice(1, 6, 2), EVERY), 0: (EVERY, slice(0, 2))}[second[0].start]
+    for wrap in (fully_sharded(), fully_sharded(use_orig_params=True), fsdp.fully_shard):
+        for inner in ((), (0, 1)):
+            model: Any = parts(first, second)
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+            for number in inner:
+                model[number] = wrap(model[number])
+            assert_same_state(full_state(wrap(model)), expected)
 
 
 @on_ranks(1)
