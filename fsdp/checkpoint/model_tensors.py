@@ -461,13 +461,15 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks, what: str) -> set[
 
 def _crossing(tensors: Mapping[str, Target]) -> str:
     """Return a description of two tensors, neither of which is on all ranks of the other; empty if there are none."""
-    spread: dict[frozenset[int], str] = {}
+    firsts: dict[tuple[Any, ...], str] = {}  # the first tensor of each group and meshes, whose ranks are counted
     for name, target in tensors.items():
         group = None if target.handle is None else target.handle.comm.group
-        ranks = [] if group is None else list(ranks_of(group))
-        for part in (target.part, MeshPart.of(target.param)):
-            ranks += [] if part is None else part.mesh.mesh.flatten().tolist()
-        spread.setdefault(frozenset(ranks), name)
+        meshes = [part.mesh for part in (target.part, MeshPart.of(target.param)) if part is not None]
+        firsts.setdefault((group, *meshes), name)
+    spread: dict[frozenset[int], str] = {}
+    for (group, *meshes), name in firsts.items():
+        ranks = set() if group is None else set(ranks_of(group))
+        spread.setdefault(frozenset(ranks.union(*(mesh.mesh.flatten().tolist() for mesh in meshes))), name)
     for (ours, one), (theirs, other) in combinations(spread.items(), 2):
         if not (ours <= theirs or theirs <= ours):
             return f"{one} (over ranks {sorted(ours)}) and {other} (over ranks {sorted(theirs)}) are"

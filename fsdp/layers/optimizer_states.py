@@ -28,9 +28,13 @@ def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, st
     _refuse_state_functions(self)
     signature = signature_of(state_dict)
     refuse_shards_of_others(self, signature)
+    by_mesh: dict[int, tuple[str, Any]] = {}  # the first value on each mesh, which alone contains a rank's coordinates
     for each in state_dict.get("state", {}).values():
         for key, value in each.items() if isinstance(each, Mapping) else ():
-            refuse_part_of_others(f"{key!r} of the state for this {type(self).__name__}", value)
+            if is_dtensor(value):
+                by_mesh.setdefault(id(value.device_mesh), (key, value))
+    for key, value in by_mesh.values():
+        refuse_part_of_others(f"{key!r} of the state for this {type(self).__name__}", value)
     if not signature:
         _refuse_unsharded_state(self, state_dict)
     groups = state_dict.get("param_groups", ())
