@@ -34,11 +34,11 @@ from fsdp.checkpoint.formats.open_source import FORMATS, WORDS, examine, format_
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.optim import kinds_from_json
+from fsdp.checkpoint.optim import kinds_in
 from fsdp.checkpoint.untrusted import readable, short
 from fsdp.distributed.reports import page
 from fsdp.layers.summary import aligned, size_text
-from fsdp.optim_utils.state import Elements, Kind
+from fsdp.optim_utils.state import Elements, Kind, Kinds
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 TARGETS = ("fsdp", "safetensors", "dcp", "torch")
@@ -364,7 +364,7 @@ def lines(source: Source) -> Iterator[str]:
         yield f"extra state of modules: {', '.join(sorted(source.extra))}"
     if source.optimizer is not None:
         yield ""
-        yield from _optimizer(source.optimizer, source.optimizer_rest)
+        yield from _optimizer(source.optimizer, source.optimizer_rest, kinds_in(source))
     values = decoded(source.values)
     if isinstance(values, dict):
         yield from ("", "values:", *(f"  {key}: {short(value)}" for key, value in values.items()))
@@ -375,7 +375,7 @@ def lines(source: Source) -> Iterator[str]:
         yield from (f"note: {note}" for note in source.notes)
 
 
-def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
+def _optimizer(reader: TensorReader, rest: Mapping[str, Any], known: Mapping[str, Kinds]) -> Iterator[str]:
     name = f" ({rest['optimizer']})" if rest["optimizer"] else ""
     yield f"optimizer{name}: {len(reader.tensors):,} tensors, {size_text(reader.nbytes)}"
     for number, group in enumerate(rest["groups"]):
@@ -386,8 +386,8 @@ def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
         )
         yield f"  group {number}: {len(group['params']):,} parameters, {options}"
     keys: dict[str, list[Kind]] = {}
-    for name, saved in rest["state"].items():
-        for key, kind in kinds_from_json(saved, name).items():
+    for saved in known.values():
+        for key, kind in saved.items():
             keys.setdefault(key, []).append(kind)
     for key, kinds in keys.items():
         yield f"  state {key!r} of {len(kinds):,} parameters: {_summary(kinds)}"

@@ -21,7 +21,7 @@ from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
 VERSION = 1
 _FORMAT = "fsdp checkpoint"
 _STEMS = ("model", "optimizer")
-_KEYS = ("world_size", *_STEMS, "optimizer_rest", "extra", "generators", "values")
+_KEYS = ("world_size", *_STEMS, "optimizer_rest", "kinds", "extra", "generators", "values")
 _ATTEMPTS = 10  # to open a checkpoint while another process replaces it
 _Found = TypeVar("_Found")
 
@@ -139,7 +139,7 @@ def _read(folder: str) -> tuple[dict[str, Any], str]:
                 "load it with the version that saved it, or a newer one"
             )
         try:
-            _check(content)
+            content["kinds"] = _check(content)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         for stem in _STEMS:
@@ -151,8 +151,8 @@ def _text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _check(content: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the contents have the form of `manifest_of`.
+def _check(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the kinds of the optimizer's state; raise ValueError unless the contents have the form of `manifest_of`.
 
     An attacker who can write a file can also write its checksum, so all contents are validated before loading.
     """
@@ -166,13 +166,14 @@ def _check(content: Mapping[str, Any]) -> None:
     for stem in _STEMS:
         if stem == "model" or content.get(stem) is not None:
             _check_files(stem, content.get(stem))
-    if content.get("optimizer") is not None:
-        check_rest(content.get("optimizer_rest"), content["optimizer"]["crc32"])
+    has_optimizer = content.get("optimizer") is not None
+    kinds = check_rest(content.get("optimizer_rest"), content["optimizer"]["crc32"]) if has_optimizer else {}
     for place, value in (("values", content.get("values")), *extra.items()):
         try:
             decoded(value)
         except ValueError as error:
             raise ValueError(f"{short(place)}: {error}") from None
+    return kinds
 
 
 def _check_files(stem: str, content: Any) -> None:
@@ -204,7 +205,7 @@ def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> S
         found, digest = _read(folder)
         sets: dict[str, TensorFiles | None] = {stem: found.pop(stem) for stem in _STEMS}
         if not with_optimizer or sets["optimizer"] is None:
-            sets["optimizer"] = found["optimizer_rest"] = None
+            sets["optimizer"], found["optimizer_rest"], found["kinds"] = None, None, {}
         opened: dict[str, Any] = {stem: each and _held(each, folder, stack) for stem, each in sets.items()}
         return Source("fsdp", folder, **opened, **found, identity=digest)
 

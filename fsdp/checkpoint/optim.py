@@ -266,8 +266,13 @@ def rest_of(
     }
 
 
-def check_rest(rest: Any, tensors: Container[str]) -> None:
-    """Raise ValueError unless `rest` has the form of `rest_of`, and `tensors` contains all elementwise state."""
+def kinds_in(source: Source) -> Mapping[str, Kinds]:
+    """Return the kinds of each parameter's state in a checkpoint with an optimizer."""
+    return source.kinds or {name: kinds_from_json(each, name) for name, each in source.optimizer_rest["state"].items()}
+
+
+def check_rest(rest: Any, tensors: Container[str]) -> dict[str, Kinds]:
+    """Return the kinds of states; ValueError unless `rest` is as from `rest_of`, and `tensors` has all elements."""
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
     if not (
         isinstance(groups, list)
@@ -284,19 +289,21 @@ def check_rest(rest: Any, tensors: Container[str]) -> None:
             raise ValueError(f"there is no state for {short(next(name for name in names if name not in states))}")
         if not isinstance(decoded(options), dict):
             raise ValueError(f"group {number} of the optimizer has the options {short(options)}")
-    for name, saved in states.items():
-        for key, kind in kinds_from_json(saved, name).items():
+    found = {name: kinds_from_json(saved, name) for name, saved in states.items()}
+    for name, kinds in found.items():
+        for key, kind in kinds.items():
             if isinstance(kind, Elements) and f"{name}/{key}" not in tensors:
                 raise ValueError(f"there is no tensor for the optimizer's state {short(key)} of {short(name)}")
+    return found
 
 
 class StatePlan:
     """The parts of a checkpoint that optimizers load, and the `problems` that prevent loading."""
 
     def __init__(self, given: Any, tensors: Mapping[str, Target], source: Source) -> None:
-        rest = source.optimizer_rest
         if source.optimizer is None:
             raise ValueError(f"{source.path} contains no optimizer: load it without an optimizer")
+        rest, known = source.optimizer_rest, kinds_in(source)
         self._files, self._optimizers = source.optimizer, Optimizers(given, tensors)
         params, groups = self._optimizers.params, self._optimizers.groups
         saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
@@ -319,7 +326,7 @@ class StatePlan:
                 continue
             saved = {original: names[original] for original in one.originals if names[original]}
             if len(saved) == len(one.originals):
-                kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
+                kinds = {original: known[name] for original, name in saved.items()}
                 for original in kinds if one.is_owned else ():
                     try:
                         nested_state(kinds[original])  # as after reading

@@ -30,7 +30,7 @@ from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import TensorFiles, TensorSet, manifest_of
-from fsdp.checkpoint.optim import kinds_from_json
+from fsdp.checkpoint.optim import kinds_in
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, plan, store_at, write_parts
 from fsdp.distributed.communicator import some_of
 from fsdp.optim_utils.state import Elements
@@ -126,10 +126,10 @@ def _optimizer_tree(content: Content, make: Callable[[Entry], Tensor]) -> dict[s
     states = {
         name: {
             key: make(entries[f"{name}/{key}"]) if isinstance(kind, Elements) else kind.held
-            for key, kind in kinds_from_json(saved, name).items()
+            for key, kind in kinds.items()
         }
-        for name, saved in rest["state"].items()
-        if saved
+        for name, kinds in kinds_in(content.source).items()
+        if kinds
     }
     groups = [{**decoded(group["options"]), "params": list(group["params"])} for group in rest["groups"]]
     return {"state": states, "param_groups": groups}
