@@ -25,6 +25,7 @@ except ImportError:
 BLOCK_BYTES = 4 << 20
 _POLYNOMIAL = 0xEDB88320  # bits reversed: the highest bit is the coefficient of x to the power of 0
 _ONE = 1 << 31
+_ZEROS = memoryview(bytes(1 << 12))
 _DIGITS = re.compile(r"[0-9a-f]*")
 
 
@@ -83,6 +84,9 @@ def joined(first: int, second: int, second_nbytes: int) -> int:
     """
     if not first:  # the checksum of no bytes: most blocks are a single fragment
         return second
+    if second_nbytes <= len(_ZEROS):  # faster than the product
+        zeros = _ZEROS[:second_nbytes]
+        return crc32(zeros, first) ^ crc32(zeros) ^ second
     return _product(_power(8 * second_nbytes), first) ^ second
 
 

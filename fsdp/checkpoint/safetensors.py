@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,7 +224,7 @@ class _JsonText:
                 f"but {short(self._text[self._at : self._at + 100])}"
             )
         self._at = found.end()
-        return cast(dict[str, Any], _JSON.decode(found.group()))
+        return _JSON.raw_decode(found.group())[0]
 
     def end(self) -> None:
         if self._next():
@@ -234,7 +234,7 @@ class _JsonText:
         if self._next() != '"':
             raise ValueError(f"there is no {what} at character {self._at}")
         found, self._at = _JSON.raw_decode(self._text, self._at)
-        return cast(str, found)
+        return found
 
     def _take(self, wanted: str) -> str:
         found = self._next()
@@ -245,7 +245,7 @@ class _JsonText:
 
     def _next(self) -> str:
         """Return the next character that is not whitespace; an empty string at the end."""
-        found = cast(re.Match[str], _NEXT.match(self._text, self._at))
+        found: Any = _NEXT.match(self._text, self._at)  # always matches
         self._at = found.start(1)
         return found[1]
 
@@ -258,10 +258,10 @@ def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
         raise ValueError(f"{name} in {path} has no dtype, shape and two data_offsets, but {short(entry)}") from None
     if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{name} in {path} is of dtype {short(kind)}, which torch {torch.__version__} does not have")
-    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    numbers: list[Any] = [*shape, begin, end] if isinstance(shape, list) else [None]
     if isinstance(shape, list) and len(shape) > _MAX_DIMS:
         raise ValueError(f"{name} in {path} has {len(shape)} dimensions, but at most {_MAX_DIMS} are supported")
-    if any(type(number) is not int or not 0 <= number <= _MOST_ELEMENTS for number in numbers):
+    if {*map(type, numbers)} != {int} or not 0 <= min(numbers) <= max(numbers) <= _MOST_ELEMENTS:
         raise ValueError(f"{name} in {path} has shape {short(shape)} and data_offsets {short(entry['data_offsets'])}")
     numel = 0 if 0 in shape else 1
     for size in shape if numel else ():  # with Python's integers, which do not overflow
@@ -273,7 +273,7 @@ def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
             f"{name} in {path} has {end - begin} bytes, and {short(shape)} of {kind} needs "
             f"{numel * DTYPES[kind].itemsize}{' or more' if numel > most else ''}"
         )
-    return StridedTensor.contiguous(file, first + begin, DTYPES[kind], torch.Size(shape))
+    return StridedTensor(file, first + begin, DTYPES[kind], torch.Size(shape))
 
 
 def _check_places(path: str, tensors: Mapping[str, StridedTensor], first: int, size: int) -> None:
@@ -341,22 +341,20 @@ class CheckedFiles(SafetensorsFiles):
             super().read(name, target, start)
         finally:
             found = self._checksums.take()
+        nbytes = self.tensors[name].nbytes
         for each in found:
-            if (each.begin, each.end) == self._block(each):
+            if (each.begin, each.end) == block_span(each.block, nbytes):
                 self._compare(each.name, each.block, each.checksum)
             else:
                 self._fragments.append(each)
 
     def _fill(self, found: FoundTensor, into: Tensor, start: int) -> None:
-        super()._fill(found, into, start)
+        found.tensor.fill(self._files, into, start)
         self._checksums.add(found.name, start * found.dtype.itemsize, host_bytes(into))
 
     def close(self) -> None:
         self._checksums.close()
         super().close()
-
-    def _block(self, one: Fragment) -> tuple[int, int]:
-        return block_span(one.block, self.tensors[one.name].nbytes)
 
     def _compare(self, name: str, block: int, checksum: int) -> None:
         if checksum != self._expected[name][block]:
@@ -385,7 +383,7 @@ class CheckedFiles(SafetensorsFiles):
     def _put_together(self, mine: list[Fragment], others: list[Fragment]) -> int:
         own = {(each.begin, each.end, each.nbytes) for each in mine}
         known = [*mine, *(each for each in others if (each.begin, each.end, each.nbytes) not in own)]
-        begin, end = self._block(mine[0])
+        begin, end = block_span(mine[0].block, self.tensors[mine[0].name].nbytes)
         try:
             return of_block(known, begin, end)
         except HoleError:

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple, Protocol
@@ -114,13 +113,13 @@ class TensorReader(AbstractContextManager["TensorReader"]):
                 f"{found}: cannot read elements {start} to {start + numel} of {found.shape.numel()} into a tensor of "
                 f"shape {list(target.shape)} and strides {list(target.stride())}"
             )
-        flat = target.detach().as_strided((numel,), (1,))  # the stride of a single element is arbitrary
+        flat = target.detach().view(-1)
         dtype = found.dtype
         size = dtype.itemsize
         is_ready = is_host(flat.device) and flat.dtype == dtype
         for begin, end in spans(start * size, (start + numel) * size):
             first, last = begin // size, end // size
-            into = flat[first - start : last - start]
+            into = flat if last - first == numel else flat[first - start : last - start]
             read = into if is_ready else torch.empty(last - first, dtype=dtype, device="cpu")
             self._fill(found, read, first)
             if not is_ready:
@@ -164,7 +163,8 @@ class OpenFiles:
 
     def open(self, file: SeenFile) -> int:
         """Return the descriptor of a file; raise ValueError if the file has changed."""
-        if file not in self._open:
+        fd = self._open.get(file)
+        if fd is None:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
             fd = descriptor(file.path)
@@ -174,7 +174,7 @@ class OpenFiles:
                     f"{file.path} was changed or replaced after it was opened: start again when no process writes it"
                 )
             self._open[file] = fd
-        return self._open[file]
+        return fd
 
     def read(self, file: SeenFile, memory: memoryview, begin: int) -> None:
         """Fill memory with a file's bytes from `begin` on; raise ValueError if the file has changed or is too short."""
@@ -213,18 +213,19 @@ class LazyTensor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StridedTensor:
-    """A tensor whose first element is at byte `begin` of `file`, with strides in elements."""
+    """A tensor whose first element is at byte `begin` of `file`: row-major without gaps, or with given strides."""
 
     file: SeenFile
     begin: int
     dtype: torch.dtype
     shape: torch.Size
-    strides: tuple[int, ...]
+    given_strides: tuple[int, ...] | None = None  # in elements
 
-    @classmethod
-    def contiguous(cls, file: SeenFile, begin: int, dtype: torch.dtype, shape: torch.Size) -> StridedTensor:
-        strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[: len(shape)]
-        return cls(file, begin, dtype, shape, tuple(reversed(strides)))
+    @property
+    def strides(self) -> tuple[int, ...]:
+        if self.given_strides is not None or not self.shape:
+            return self.given_strides or ()
+        return tuple(accumulate(reversed(self.shape[1:]), mul, initial=1))[::-1]
 
     @property
     def nbytes(self) -> int:
@@ -234,9 +235,9 @@ class StridedTensor:
     def extent(self) -> int:  # in elements, from the first to the last element in the file
         return 1 + _place(self.strides, [size - 1 for size in self.shape]) if self.shape.numel() else 0
 
-    @cached_property
+    @property
     def is_contiguous(self) -> bool:
-        return _is_dense(self.shape, self.strides)
+        return self.given_strides is None or _is_dense(self.shape, self.given_strides)
 
     def span(self, files: OpenFiles, first: int, count: int) -> Tensor:
         """Return elements in the order of the file."""
