@@ -28,10 +28,10 @@ from fsdp.checkpoint.model_tensors import (
     UnshardedTensor,
     all_ranks,
     extra_states,
-    keys_of,
     named_tensors,
     prepared,
-    read_held,
+    ranges_of,
+    read_ranges,
     tensors_in,
 )
 from fsdp.checkpoint.optim import StatePlan
@@ -50,7 +50,7 @@ from fsdp.distributed.consensus import (
 )
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.names import foreign_prefix, plain_name, prefix_problem
+from fsdp.engine.names import foreign_prefix, paths_in, plain_name, prefix_problem
 from fsdp.engine.unit import Unit
 from fsdp.layers.listed_shards import named_shards
 from fsdp.layers.state_dict.full import stored_buffers
@@ -116,7 +116,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
             agree_on(ranks, "safetensors files", files.digest, f"{files.path} with {len(files.tensors)} tensors")
 
         def look() -> tuple[list[Target], list[str], list[str]]:
-            targets = tensors_in(model, units)
+            targets = tensors_in(paths_in(model), units)
             missing, unexpected, problems = misfits(targets, files, strict)
             if problems:
                 raise RuntimeError(does_not_fit(files.path, model, problems))
@@ -217,9 +217,10 @@ class _Plan:
         weights: bool,
     ) -> None:
         self._source, self._units, self.generators = source, units, generators
-        tensors, problems = named_tensors(model, units), list[str]()
+        paths_of, problems = paths_in(model), list[str]()
+        tensors = named_tensors(paths_of, units)
         self._targets = [*tensors.values()] if weights else []
-        modules = extra_states(model) if weights else {}
+        modules = extra_states(paths_of) if weights else {}
         self.missing, self.unexpected = list[str](), list[str]()
         if weights:
             self.missing, self.unexpected, problems = misfits(self._targets, source.model, strict)
@@ -331,7 +332,7 @@ def _generators(source: Source, everyone: Sequence[Ranks], numbers: Sequence[int
 def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tuple[list[str], list[str], list[str]]:
     """Return the missing and the unexpected keys, and all reasons why the files cannot be loaded."""
     stored = files.tensors
-    named = {name for target in targets for name in keys_of(target)}
+    named = {name for target in targets for name in target.keys}
     unexpected = [name for name in stored if name not in named]
     missing, problems = list[str](), list[str]()
     for target in targets:
@@ -360,7 +361,7 @@ def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
 
 
 def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
-    return next((name for name in keys_of(target) if name in stored), None)
+    return next((name for name in target.keys if name in stored), None)
 
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:
@@ -397,4 +398,4 @@ def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) 
         for target in targets:
             key = _key(target, files.tensors)
             if key is not None:
-                target.fill(partial(read_held, files, key, target))
+                target.fill(partial(read_ranges, files, key, ranges_of(target)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from fsdp.distributed.gather_extension import inner_of
 from fsdp.engine.boxes import Box
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import paths_in, plain_name
+from fsdp.engine.names import plain_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import Unit, outermost_units, own_modules, units_of
@@ -56,16 +56,21 @@ class Held:
     def numel(self) -> int:
         return self.stop - self.start
 
-    def ranges(self, shape: torch.Size) -> list[tuple[int, int]]:
-        """Return the ranges of the elements in the row-major tensor of this shape."""
-        return list(self.box.ranges(shape, self.start, self.stop))
+
+@dataclass
+class _Named:
+    names: list[str]
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The names under which the tensor may be stored, including names without the prefixes of torch's wrappers."""
+        return tuple(dict.fromkeys((*self.names, *map(plain_name, self.names))))
 
 
 @dataclass
-class SlotTensor:
+class SlotTensor(_Named):
     """A sharded parameter."""
 
-    names: list[str]
     handle: FlatParamHandle
     slot: int
 
@@ -110,7 +115,7 @@ class SlotTensor:
         """Return the parameter that an optimizer updates."""
         return self.handle.listed.param_of(self.slot)
 
-    @property
+    @cached_property
     def held(self) -> Held | None:
         layout, rank = self.handle.layout, self.handle.comm.rank
         interval = layout.interval(self.slot, rank)
@@ -142,10 +147,9 @@ class SlotTensor:
 
 
 @dataclass
-class UnshardedTensor:
+class UnshardedTensor(_Named):
     """A buffer, or an unsharded parameter."""
 
-    names: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
     device: torch.device  # of the memory, if the tensor is on the meta device
     filled: Callable[[], None] | None = None  # called after a value was loaded
@@ -196,7 +200,7 @@ class UnshardedTensor:
     def param(self) -> Tensor:
         return self.tensor
 
-    @property
+    @cached_property
     def held(self) -> Held | None:
         if self.packing is not None:
             return Held(Box.whole(self.shape), 0, self.packing.nbytes, 0)
@@ -253,6 +257,7 @@ def as_stored(tensor: Tensor) -> Tensor:
 
 
 Target = SlotTensor | UnshardedTensor
+Paths = Mapping[nn.Module, Sequence[str]]  # of the modules in a model
 _MAX_FORM = 1000  # characters
 
 
@@ -260,10 +265,16 @@ def _in_header(form: str) -> str:
     return form if len(form) < _MAX_FORM else f"{form[:_MAX_FORM]}... ({hashlib.sha256(form.encode()).hexdigest()})"
 
 
-def read_held(files: TensorReader, key: str, target: Target, into: Tensor) -> None:
-    """Fill a vector with this rank's elements of a tensor, or of an optimizer's elementwise state of the tensor."""
+def ranges_of(target: Target) -> list[tuple[int, int]]:
+    """Return the ranges of this rank's elements in a row-major tensor, or in elementwise state of an optimizer."""
+    held = target.held
+    return [] if held is None else list(held.box.ranges(target.shape, held.start, held.stop))
+
+
+def read_ranges(files: TensorReader, key: str, ranges: Iterable[tuple[int, int]], into: Tensor) -> None:
+    """Fill a vector with ranges of a tensor in files."""
     done = 0
-    for first, last in () if target.held is None else target.held.ranges(target.shape):
+    for first, last in ranges:
         files.read(key, into[done : done + last - first], first)
         done += last - first
 
@@ -272,8 +283,9 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
     """Collective the first time. Apply the user's changes to the shards; return the model's units and their ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"cannot {what}: the model must be a torch.nn.Module, got {type(model).__name__}")
-    units = units_of(model.modules())
-    require_rest(model, units, what)
+    modules = [*model.modules()]
+    units = units_of(modules)
+    require_rest(model, modules, units, what)
     outermost = list(outermost_units(model))
     for unit in outermost:
         ensure_agreed(unit)
@@ -281,19 +293,20 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
         handle.absorb()
         handle.follow_shard()
     spread = {unit.everyone: unit for unit in reversed(outermost)}
-    return units, [_with_meshes(unit, model, units) for unit in reversed(spread.values())]
+    tensors = [*model.parameters(), *chain.from_iterable(module._buffers.values() for module in modules)]
+    meshes = [part.mesh for tensor in tensors if tensor is not None and (part := MeshPart.of(tensor)) is not None]
+    meshes += [part.mesh for handle in handles_of(units) for part in handle.flat_param.parts if part is not None]
+    return units, [_with_meshes(unit, dict.fromkeys(meshes)) for unit in reversed(spread.values())]
 
 
-def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
+def _with_meshes(unit: Unit, meshes: Iterable[Any]) -> Ranks:
     """Return the ranks over which a unit is sharded, together with the ranks of the model's `DTensor` meshes.
 
     The largest set of ranks comes first, and sets that add no ranks are omitted.
     """
-    parts = [MeshPart.of(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    parts += [part for handle in handles_of(units) for part in handle.flat_param.parts]
     found: list[tuple[Collection[int], Ranks]] = [(unit.ranks, unit.everyone)]
     order = {comm.group: number for number, comm in enumerate(unit.everyone)}  # keeps the ranks' numbers
-    for mesh in dict.fromkeys(part.mesh for part in parts if part is not None):
+    for mesh in meshes:
         groups = [group for spread_over, group in groups_of(mesh).values() if len(spread_over) > 1]
         groups.sort(key=lambda group: order.get(group, len(order)))
         comms = [communicator(group, torch.device(mesh.device_type)) for group in groups]
@@ -307,12 +320,11 @@ def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
     return tuple(kept) or unit.everyone
 
 
-def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
-    """Return all tensors of a model for files, sharded or not, each once with all of its names.
+def tensors_in(paths_of: Paths, units: Sequence[Unit]) -> list[Target]:
+    """Return all tensors of a model (`paths_in`) for files, sharded or not, each once with all of its names.
 
     A sharded parameter is omitted if its modules were removed from the model, because it has no name.
     """
-    paths_of = paths_in(model)
     sharded = [
         SlotTensor(names, handle, slot)
         for handle in handles_of(units)
@@ -345,18 +357,13 @@ def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
     return [*sharded, *others.values()]
 
 
-def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with extra state (``get_extra_state``), by the name of the state."""
+def extra_states(paths_of: Paths) -> dict[str, nn.Module]:
+    """Return the modules of a model with extra state (``get_extra_state``), by the name of the state."""
     return {
         plain_name(f"{paths[0]}_extra_state"): module
-        for module, paths in paths_in(model).items()
+        for module, paths in paths_of.items()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def keys_of(target: Target) -> tuple[str, ...]:
-    """Return the names under which a tensor may be stored, including names without the prefixes of torch's wrappers."""
-    return tuple(dict.fromkeys((*target.names, *map(plain_name, target.names))))
 
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
@@ -364,17 +371,17 @@ def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
     return list(dict.fromkeys(handle for unit in units for handle in unit.visible_handles))
 
 
-def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
+def require_rest(model: nn.Module, modules: Sequence[nn.Module], units: Sequence[Unit], what: str) -> None:
     """Raise an error for shards that are in use, of torch's FSDP1, or of a unit that is not in the model."""
     require_shards(units, what)
     inside = set(units)
-    for module in model.modules():
-        if any(kind.__module__ == _FSDP1 for kind in type(module).__mro__):
-            raise TypeError(
-                f"cannot {what}: this {type(model).__name__} has parameters in shards of torch's FSDP1, which only "
-                "torch can read. Save and load what torch.distributed.checkpoint.state_dict.get_state_dict returns, as "
-                "in docs/leaving.md."
-            )
+    if any(kind.__module__ == _FSDP1 for each in {*map(type, modules)} for kind in each.__mro__):
+        raise TypeError(
+            f"cannot {what}: this {type(model).__name__} has parameters in shards of torch's FSDP1, which only torch "
+            "can read. Save and load what torch.distributed.checkpoint.state_dict.get_state_dict returns, as in "
+            "docs/leaving.md."
+        )
+    for module in modules:
         guarding = module.__dict__.get("_apply")
         if isinstance(guarding, Conversions) and guarding.unit not in inside:
             raise RuntimeError(
@@ -408,9 +415,9 @@ def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
     return units, ranks
 
 
-def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
+def named_tensors(paths_of: Paths, units: Sequence[Unit]) -> dict[str, Target]:
     """Return a model's tensors in the order of its modules, each under its first name in this order."""
-    order = {path: number for number, path in enumerate(path for paths in paths_in(model).values() for path in paths)}
+    order = {path: number for number, path in enumerate(path for paths in paths_of.values() for path in paths)}
 
     def place(name: str) -> int:
         path = name
@@ -419,7 +426,7 @@ def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
             path += "." if path else ""
         return order[path]
 
-    named = [(min(target.names, key=place), target) for target in tensors_in(model, units)]
+    named = [(min(target.names, key=place), target) for target in tensors_in(paths_of, units)]
     return {plain_name(name): target for name, target in sorted(named, key=lambda pair: place(pair[0]))}
 
 
@@ -486,11 +493,5 @@ def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Coll
     """Return the entry of a tensor to save, with the part that this rank writes."""
     vector, held = target.vector(), target.held
     own = None if held is None or name not in written else vector[held.offset : held.offset + held.numel]
-    return Entry(name, dtype_in_files(target, dtype), target.shape, *part_of(target, own), target.form)
-
-
-def part_of(target: Target, flat: Tensor | None) -> tuple[Tensor | None, list[tuple[int, int]] | None]:
-    """Return this rank's values of a tensor, or of an optimizer's elementwise state of the tensor, and their ranges."""
-    if target.held is None or flat is None:
-        return None, None
-    return flat, target.held.ranges(target.shape)
+    ranges = None if own is None else ranges_of(target)
+    return Entry(name, dtype_in_files(target, dtype), target.shape, own, ranges, target.form)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
-from fsdp.checkpoint.model_tensors import Target, as_stored, keys_of, part_of, read_held
+from fsdp.checkpoint.model_tensors import Target, as_stored, ranges_of, read_ranges
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, NO_KIND, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.dtensor import local_part
@@ -80,7 +80,7 @@ class Optimizers:
         found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
         stepped: dict[int, OptimParam] = {}
         for name, target in tensors.items():
-            param, original = target.param, Original(name, target.shape, target.slot, target.part, keys_of(target))
+            param, original = target.param, Original(name, target.shape, target.slot, target.part, target.keys)
             if isinstance(param, nn.Parameter):
                 found.setdefault(id(param), (param, target.handle, []))[2].append(original)
             for optimizer in self._all:
@@ -222,6 +222,8 @@ def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Colle
         for original in one.originals:
             states[original.name] = encoded_kinds
             target = optimizers.tensors[original.name]
+            place = _place_of(original, one, target) if original.name in written else None
+            ranges = [] if place is None else ranges_of(target)
             for key, kind in known.items():
                 if isinstance(kind, Elements):
                     part: tuple[Tensor | None, list[tuple[int, int]] | None] = None, None
@@ -230,18 +232,18 @@ def state_entries(optimizers: Optimizers, kinds: Sequence[Kinds], written: Colle
                         # also writes the state.
                         is_first = original.name in written if one.handle is None else one.replicas.rank == 0
                         part = (vectors[key], [(0, vectors[key].numel())]) if is_first else part
-                    elif key in vectors and original.name in written:
-                        part = part_of(target, _elements_of(original, one, target, vectors[key]))
+                    elif key in vectors and place is not None:
+                        part = vectors[key][place], ranges
                     shape = original.shape if kind.shape is None else kind.shape
                     entries.append(Entry(f"{original.name}/{key}", kind.dtype, shape, *part))
     named = [[original.name for one in group for original in one.originals] for group in optimizers.groups]
     return entries, rest_of(optimizers.name, zip(optimizers.param_groups, named, strict=True), states)
 
 
-def _elements_of(original: Original, one: OptimParam, target: Target, vector: Tensor) -> Tensor | None:
-    """Return this rank's elements of an original from `vector`, which has the layout of the optimizer's parameter."""
-    place, held = one.interval(original, one.comm.rank), target.held
-    return None if place is None or held is None else vector[place.offset : place.offset + held.numel]
+def _place_of(original: Original, one: OptimParam, target: Target) -> slice | None:
+    """Return this rank's elements of an original in a vector with the layout of the optimizer's parameter, if any."""
+    place = None if one.is_owned else one.interval(original, one.comm.rank)
+    return None if place is None or target.held is None else slice(place.offset, place.offset + target.held.numel)
 
 
 def rest_of(
@@ -345,23 +347,25 @@ class StatePlan:
         """Return this rank's shard of the state, by parameter. State is read into existing tensors of the same kind."""
         found: dict[nn.Parameter, dict[str, Any]] = {}
         for one, names, kinds in self._states:
-            held, state = self._optimizers.state_of(one.param), {}
-            for key, kind in kinds.items():
-                if isinstance(kind, Elements) and one.is_owned:
-                    state[key] = one.memory(held.get(key), kind.dtype, kind.shape)
-                    for name in names.values() if state[key].numel() else ():
-                        self._files.read(f"{name}/{key}", state[key].view(-1), 0)
-                elif isinstance(kind, Elements):
-                    state[key] = one.memory(held.get(key), kind.dtype)
-                    flat = values_of(local_part(state[key])).view(-1)
-                    for original, name in names.items():
-                        target = self._optimizers.tensors[original.name]
-                        into = _elements_of(original, one, target, flat)
-                        if into is not None:
-                            read_held(self._files, f"{name}/{key}", target, into)
-                    state[key] = one.laid_out(state[key])
-                else:
-                    state[key] = kind.held
+            held = self._optimizers.state_of(one.param)
+            state = {
+                key: one.memory(held.get(key), kind.dtype, kind.shape) if isinstance(kind, Elements) else kind.held
+                for key, kind in kinds.items()
+            }
+            own = [key for key, kind in kinds.items() if isinstance(kind, Elements)]
+            flat = {key: values_of(local_part(state[key])).view(-1) for key in own}
+            for original, name in names.items():
+                target = self._optimizers.tensors[original.name]
+                place = _place_of(original, one, target)
+                ranges = [] if place is None else ranges_of(target)
+                for key, vector in flat.items():
+                    if one.is_owned and vector.numel():
+                        self._files.read(f"{name}/{key}", vector, 0)
+                    elif place is not None:
+                        read_ranges(self._files, f"{name}/{key}", ranges, vector[place])
+            flat.clear()  # `laid_out` may need other memory
+            for key in () if one.is_owned else own:
+                state[key] = one.laid_out(state[key])
             if state:
                 found[one.param] = state
         return found

@@ -66,6 +66,7 @@ from fsdp.distributed.consensus import (
     told_by_all,
 )
 from fsdp.distributed.devices import HOST
+from fsdp.engine.names import paths_in
 from fsdp.engine.unit import Unit
 from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.optim_utils.state import OwnKinds, options_as_text, require_same_options
@@ -239,11 +240,12 @@ def prepare(
 
     require_same(ranks, "places or settings for a checkpoint", told_by_all(ranks, _WHAT, settings)[1])
 
-    def begin() -> dict[str, Target]:
+    def begin() -> tuple[dict[str, Target], dict[str, nn.Module]]:
         place.require_replaceable()
-        return named_tensors(model, units)
+        paths_of = paths_in(model)
+        return named_tensors(paths_of, units), extra_states(paths_of)
 
-    tensors = done_by_all([ranks], "find its part of a checkpoint", begin)
+    tensors, modules = done_by_all([ranks], "find its part of a checkpoint", begin)
     written = written_here(tensors, ranks, _WHAT)
     state_to_save = None if optimizer is None else _optimizer_state(optimizer, tensors, written, ranks)
 
@@ -252,7 +254,7 @@ def prepare(
             entries = [entry_of(name, target, dtype, written) for name, target in tensors.items()]
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
-        extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
+        extra = {name: encoded(module.get_extra_state(), name) for name, module in modules.items()}
         sets = [TensorSet.planned("model", entries, max_file_bytes)]
         rest = None
         if state_to_save is not None:

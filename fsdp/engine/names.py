@@ -14,7 +14,7 @@ _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
 
 # Name parts added by torch's wrappers for compiled modules and activation checkpointing.
 _CHECKPOINT_PART = "_checkpoint_wrapped_module"
-_TORCH_PARTS = frozenset(("_orig_mod", _CHECKPOINT_PART))
+_ALL_PARTS = _PARTS | {"_orig_mod", _CHECKPOINT_PART}
 
 
 def clean_text(text: str) -> str:
@@ -24,9 +24,10 @@ def clean_text(text: str) -> str:
     return text
 
 
-def clean_name(name: str) -> str:
+def clean_name(name: str, parts: frozenset[str] = _PARTS) -> str:
     """Return `name` without parts added by wrappers: ``a._fsdp_wrapped_module._fpw_module.b`` is ``a.b``."""
-    return ".".join(part for part in name.split(".") if part not in _PARTS)
+    split = name.split(".")
+    return name if parts.isdisjoint(split) else ".".join(part for part in split if part not in parts)
 
 
 def module_name(name: str) -> str:
@@ -45,7 +46,7 @@ def state_name(name: str) -> str:
 
 def plain_name(name: str) -> str:
     """Return `clean_name` without the parts of torch's wrappers: the name in the original model."""
-    return ".".join(part for part in clean_name(name).split(".") if part not in _TORCH_PARTS)
+    return clean_name(name, _ALL_PARTS)
 
 
 def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:

@@ -139,8 +139,9 @@ class OptimParam:
         """Return the current tensor `held` if it has the form of `zeros`' result, otherwise the result of `zeros`."""
         wanted = shape or self.param.shape, dtype, self.param.device
         is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
-        is_one = is_like and len(inner_of(local_part(held))) < 2
-        has_memory = is_one and values_of(local_part(held)).untyped_storage().nbytes() > 0  # a parked tensor has none
+        local = local_part(held) if is_like else self.param
+        is_one = is_like and len(inner_of(local)) < 2
+        has_memory = is_one and values_of(local).untyped_storage().nbytes() > 0  # a parked tensor has none
         return held if has_memory else self.zeros(dtype, shape=shape)
 
     def laid_out(self, filled: Tensor) -> Tensor:
@@ -530,7 +531,7 @@ class SharedKinds:
         A format that `keeps_numbers` stores a list with each rank's 0-d tensor, except for ``step``.
         """
         compared = [_without_numbers(kinds) if keeps_numbers else kinds for kinds in self.by_rank]
-        for first, rank in ((self.holders[0], rank) for rank in self.holders):
+        for first, rank in ((self.holders[0], rank) for rank in self.holders[1:]):
             if (found := differences(compared[first], compared[rank])) is not None:
                 yield (
                     f"the optimizer's state of {self.name} has {found[0]} on rank {first} and {found[1]} on rank "

@@ -14,10 +14,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.loader import does_not_fit, misfits
-from fsdp.checkpoint.model_tensors import all_ranks, keys_of, prepared, tensors_in
+from fsdp.checkpoint.model_tensors import all_ranks, prepared, tensors_in
 from fsdp.checkpoint.writer import release
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import done_by_all, sent_by_first, told_by_all
+from fsdp.engine.names import paths_in
 from fsdp.layers.state_dict.full import stored_buffers
 from fsdp.weights.plan import Run, WeightPlan
 from fsdp.weights.receiver import Receiver
@@ -60,18 +61,16 @@ class ModelSink(Sink):
         stream = TensorReader("the stream", {tensor.name: tensor for tensor in plan.tensors})  # type: ignore[misc]
         stream.forms = {tensor.name: tensor.form for tensor in plan.tensors}
         names = set(stream.tensors)
-        found = tensors_in(self._model, self.units)
+        found = tensors_in(paths_in(self._model), self.units)
         # A stream contains buffers only on request.
-        targets = [
-            each for each in found if isinstance(each.param, nn.Parameter) or not names.isdisjoint(keys_of(each))
-        ]
+        targets = [each for each in found if isinstance(each.param, nn.Parameter) or not names.isdisjoint(each.keys)]
         missing, unexpected, problems = misfits(targets, stream, self._strict)
         if unexpected and not self._strict:
             problems.append(f"unexpected: {', '.join(unexpected)}")
         if problems:
             raise RuntimeError(does_not_fit("the stream", self._model, problems))
         self.found = _IncompatibleKeys(missing, unexpected)
-        by_name = {key: target for target in targets for key in keys_of(target)}
+        by_name = {key: target for target in targets for key in target.keys}
         self._targets = [by_name[tensor.name] for tensor in plan.tensors]
         held = {number: target.held for number, target in enumerate(self._targets)}
         self._held = {number: replace(one, offset=0) for number, one in held.items() if one is not None}

@@ -31,7 +31,7 @@ from fsdp.distributed.collectives import LONE_RANK, communicator, during
 from fsdp.distributed.communicator import Communicator, default_group
 from fsdp.distributed.consensus import Ranks, agree_on_outcome, from_everyone, number_among, size_of, told_by_all
 from fsdp.distributed.devices import HOST
-from fsdp.engine.names import plain_name
+from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.unit import Unit
 from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.weights.assembly import Assembly, Shards
@@ -199,7 +199,7 @@ class Stream:
 
     def _find(self, model: nn.Module, settings: Settings) -> None:
         """Find the tensors of the stream on this rank, before the ranks have compared them."""
-        found = named_tensors(model, self._units)
+        found = named_tensors(paths_in(model), self._units)
         if not settings.buffers:
             found = {name: target for name, target in found.items() if isinstance(target.param, nn.Parameter)}
         names = [list(dict.fromkeys([name, *map(plain_name, target.names)])) for name, target in found.items()]
