@@ -85,8 +85,7 @@ def joined(first: int, second: int, second_nbytes: int) -> int:
     if not first:  # the checksum of no bytes: most blocks are a single fragment
         return second
     if second_nbytes <= len(_ZEROS):  # faster than the product
-        zeros = _ZEROS[:second_nbytes]
-        return crc32(zeros, first) ^ crc32(zeros) ^ second
+        return crc32(_ZEROS[:second_nbytes], first) ^ crc32(_ZEROS[:second_nbytes]) ^ second
     return _product(_power(8 * second_nbytes), first) ^ second
 
 

@@ -151,7 +151,7 @@ def _text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _check(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of the optimizer's state; raise ValueError unless the contents have the form of `manifest_of`.
 
     An attacker who can write a file can also write its checksum, so all contents are validated before loading.

@@ -40,7 +40,7 @@ from fsdp.layers.state_requests import require_shards
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # compared by name, because its import takes long
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """The elements of a tensor on this rank: elements ``start:stop`` of a box of the tensor, in row-major order.
 
