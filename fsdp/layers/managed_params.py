@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of, is_of_values
 from fsdp.engine.call_stack import is_called_from
@@ -127,23 +128,20 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
 
 
 class _Memory(NamedTuple):
-    """The memory of a parameter; `begin` is the first byte, as an address or as an offset in a storage."""
+    """The addresses of a parameter's elements: the first byte, the byte after the last, and all as an array."""
 
     name: str
     begin: int
-    itemsize: int
-    shape: torch.Size
-    strides: tuple[int, ...]
+    end: int
+    elements: Any  # of NumPy; the elements are not read, and may be in the memory of an accelerator
 
-    @property
-    def end(self) -> int:
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return self.begin + (last + 1) * self.itemsize
-
-    def view(self, memory: Tensor, begin: int) -> Tensor:
-        """Return the parameter's bytes in a tensor with an element for each byte from `begin`."""
-        strides = (*(stride * self.itemsize for stride in self.strides), 1)
-        return memory.as_strided((*self.shape, self.itemsize), strides, self.begin - begin)
+    @classmethod
+    def of(cls, name: str, local: Tensor) -> _Memory:
+        size, begin = local.itemsize, local.data_ptr()
+        strides = tuple(size * stride for stride in local.stride())
+        end = begin + sum((count - 1) * stride for count, stride in zip(local.shape, strides, strict=True)) + size
+        described = {"data": (begin, True), "shape": tuple(local.shape), "strides": strides, "typestr": f"|V{size}"}
+        return cls(name, begin, end, np.asarray(SimpleNamespace(__array_interface__=described | {"version": 3})))
 
 
 def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
@@ -154,36 +152,20 @@ def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
             continue  # inner tensors hold the memory, and bytes are copied from them
         local = _memory_of(param)
         has_memory = local.numel() and not local.is_meta and local.layout is torch.strided
-        address = local.data_ptr() if has_memory else 0  # also 0 for classes with inner tensors
-        if address:
-            found.append(_Memory(name, address, local.itemsize, local.shape, local.stride()))
+        if has_memory and local.data_ptr():  # 0 for classes with inner tensors
+            found.append(_Memory.of(name, local))
     _refuse_overlaps(found)
 
 
 def _refuse_overlaps(found: Iterable[_Memory]) -> None:
-    """Raise ValueError if two parameters have elements in common."""
-    groups: list[list[_Memory]] = []  # whose ranges overlap, like the ranges of two columns of a matrix
-    end = 0
+    """Raise ValueError if two parameters have elements in common; columns of a matrix, for example, have none."""
+    reaching: list[_Memory] = []  # with addresses after the first of the next
     for each in sorted(found, key=attrgetter("begin")):
-        if each.begin >= end:
-            groups.append([])
-        groups[-1].append(each)
-        end = max(end, each.end)
-    for members in groups:
-        if len(members) > 1:
-            _refuse_common_elements(members)
-
-
-def _refuse_common_elements(members: Sequence[_Memory]) -> None:
-    begin, end = members[0].begin, max(each.end for each in members)
-    used = torch.zeros(end - begin, dtype=torch.bool, device=HOST)
-    for number, each in enumerate(members):
-        if each.view(used, begin).any():
-            for other in members[:number]:
-                other.view(used.zero_(), begin).fill_(True)
-                if each.view(used, begin).any():
-                    raise _lost_tie(each.name, other.name)
-        each.view(used, begin).fill_(True)
+        reaching = [other for other in reaching if other.end > each.begin]
+        for other in reaching:
+            if np.shares_memory(each.elements, other.elements):
+                raise _lost_tie(each.name, other.name)
+        reaching.append(each)
 
 
 def _memory_of(param: Tensor) -> Tensor:
@@ -210,10 +192,8 @@ def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
     own = _memory[unit] = []
     for param, places in found.items():
         local = _memory_of(param)
-        if param.requires_grad and local.numel() and not local.is_meta:
-            begin = int(local.storage_offset()) * local.itemsize
-            memory = _Memory(places[0].fqn, begin, local.itemsize, local.shape, local.stride())
-            own.append((StorageWeakRef(local.untyped_storage()), memory))
+        if param.requires_grad and local.numel() and not local.is_meta and local.data_ptr():
+            own.append((StorageWeakRef(local.untyped_storage()), _Memory.of(places[0].fqn, local)))
     if not unit.contains_units:
         return
     in_storages: dict[int, list[_Memory]] = {}
