@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, mul
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -138,10 +138,11 @@ class _Memory(NamedTuple):
     @classmethod
     def of(cls, name: str, local: Tensor) -> _Memory:
         size, begin = local.itemsize, local.data_ptr()
-        strides = tuple(size * stride for stride in local.stride())
-        end = begin + sum((count - 1) * stride for count, stride in zip(local.shape, strides, strict=True)) + size
-        described = {"data": (begin, True), "shape": tuple(local.shape), "strides": strides, "typestr": f"|V{size}"}
-        return cls(name, begin, end, np.asarray(SimpleNamespace(__array_interface__=described | {"version": 3})))
+        strides = tuple([size * stride for stride in local.stride()])
+        end = begin + size + sum(map(mul, strides, local.shape)) - sum(strides)
+        described = {"version": 3, "data": (begin, True), "shape": local.shape, "strides": strides}
+        place = SimpleNamespace(__array_interface__={**described, "typestr": f"|V{size}"})
+        return cls(name, begin, end, np.asarray(place))
 
 
 def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
