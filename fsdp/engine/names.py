@@ -14,7 +14,7 @@ _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
 
 # Name parts added by torch's wrappers for compiled modules and activation checkpointing.
 _CHECKPOINT_PART = "_checkpoint_wrapped_module"
-_ALL_PARTS = _PARTS | {"_orig_mod", _CHECKPOINT_PART}
+WRAPPER_PARTS = _PARTS | {"_orig_mod", _CHECKPOINT_PART}
 
 
 def clean_text(text: str) -> str:
@@ -46,7 +46,7 @@ def state_name(name: str) -> str:
 
 def plain_name(name: str) -> str:
     """Return `clean_name` without the parts of torch's wrappers: the name in the original model."""
-    return clean_name(name, _ALL_PARTS)
+    return clean_name(name, WRAPPER_PARTS)
 
 
 def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:

@@ -20,7 +20,7 @@ from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.gradient_hooks import IN_BACKWARD
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import WRAPPER_PARTS, clean_name, join
 from fsdp.engine.originals import Places, lender_of, owner_of, taken_by, taken_over
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.shard import Shard
@@ -63,9 +63,9 @@ def collect(
 
     Raises:
         TypeError: if a parameter is an integer tensor or has another type that cannot be flattened.
-        ValueError: if a parameter belongs to a unit that does not contain this place; if it only shares memory with
-            another parameter, because the tie would be lost; if a parameter has hooks, or is a DTensor without a local
-            part on this rank.
+        ValueError: if a parameter has a name that wrappers add for modules; if it belongs to a unit that does not
+            contain this place; if it only shares memory with another parameter, because the tie would be lost; if a
+            parameter has hooks, or is a DTensor without a local part on this rank.
     """
     found: Found = {}
     for prefix, submodule in module.named_modules():
@@ -78,6 +78,11 @@ def collect(
                 )
             if param is None or (submodule, name) in claimed:
                 continue
+            if name in WRAPPER_PARTS:
+                raise ValueError(
+                    f"{type(submodule).__name__} has a parameter named {name}: wrappers add this name for a module, "
+                    "and names of parameters omit it. Give the parameter another name"
+                )
             if ignored is not None and ignored.has(submodule, param):
                 continue
             if (owner := owner_of(param)) is not None:

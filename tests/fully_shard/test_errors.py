@@ -38,6 +38,12 @@ class WithoutForward(nn.Module):
         self.inner = linear()
 
 
+def with_a_parameter_named_like_a_wrapper() -> nn.Module:
+    module = linear()
+    module.register_parameter("_orig_mod", nn.Parameter(torch.ones(2)))
+    return module
+
+
 def of_torch_quantisation() -> nn.Module:
     model = linear()
     steps = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
@@ -91,12 +97,13 @@ def number(param: Tensor) -> Any:
         (twice, ValueError, "sharded already: call fully_shard only once"),
         (wrapped, ValueError, "FullyShardedDataParallel"),
         (with_wrapper_inside, ValueError, "Sequential has a FullyShardedDataParallel inside"),
+        (with_a_parameter_named_like_a_wrapper, ValueError, "Linear has a parameter named _orig_mod.*another name"),
         (of_torch_quantisation, TypeError, "steps.*qint8"),
         (of_dtensors, ValueError, r"weight is a DTensor .* not another dimension of the same .*mesh=mesh\[\"dp\"\]"),
     ],
     ids=[
         "module_list", "module_dict", "parameter_list", "without_forward", "number", "empty", "list",
-        "twice", "wrapped", "wrapper_inside", "quantised", "dtensors",
+        "twice", "wrapped", "wrapper_inside", "named_like_a_wrapper", "quantised", "dtensors",
     ],
 )  # fmt: skip
 def test_a_module_that_cannot_be_sharded(
