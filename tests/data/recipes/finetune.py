@@ -12,9 +12,7 @@ def load(source, layer=LlamaDecoderLayer, **options):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     model = fsdp.shard(plain, units={layer}, **options)
     fsdp.load_safetensors(model, source)
-    fsdp.materialize(
-        model, param_init_fn=plain._init_weights
-    )  # tensors that are in no file: tables of rotary embeddings
+    fsdp.materialize(model, param_init_fn=plain._init_weights)  # tables of rotary embeddings are in no file
     return model
 
 

@@ -5,9 +5,8 @@ import fsdp
 
 def train(accelerator: accelerate.Accelerator, model, optimizer, scheduler, loader, folder, max_norm=1.0):
     """Train without `fsdp.accelerate`."""
-    model = accelerator.prepare_model(
-        model, evaluation_mode=True, device_placement=False
-    )  # otherwise DDP would wrap it
+    # In evaluation mode, because DDP would wrap the model otherwise.
+    model = accelerator.prepare_model(model, evaluation_mode=True, device_placement=False)
     optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)
     for batch in loader:
         with accelerator.accumulate(model):
