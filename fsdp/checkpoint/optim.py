@@ -336,7 +336,6 @@ class StatePlan:
                         raise ValueError(f"{source.path}: {saved[original]}: {error}") from None
                 self.problems.extend(_misfits(saved, kinds, self._files, one.is_owned))
                 self._states.append((one, saved, kinds[one.originals[0]]))
-        source.kinds.clear()  # a flat parameter needs only those of its first original
         self.problems.extend(_other_settings(self._optimizers, rest))
         used = set(names.values())
         left = [name for name in saved_in if name not in used]

@@ -47,7 +47,7 @@ class Source:
     identity: str = ""  # distinguishes checkpoints with equal other fields; empty if unknown
     aliases: Mapping[str, str] = field(default_factory=dict)  # from additional names of tied parameters to the first
     is_in_order: bool = True  # whether `model` has the order of the modules, in which optimizers number parameters
-    kinds: dict[str, Any] = field(default_factory=dict)  # of the state, while they are decoded (`optim.kinds_in`)
+    kinds: Mapping[str, Any] = field(default_factory=dict)  # of the state, if decoded already (`optim.kinds_in`)
 
     def close(self) -> None:
         self.model.close()
