@@ -189,8 +189,9 @@ def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int,
 
     Parameters that are unknown on any rank are ignored.
     """
-    known = [all(one is not None for one in each) for each in zip(*by_rank, strict=True)]
-    for rank, found in enumerate(by_rank):
+    unequal = [(rank, found) for rank, found in enumerate(by_rank) if found != by_rank[0]]
+    known = [all(one is not None for one in each) for each in zip(*by_rank, strict=True)] if unequal else []
+    for rank, found in unequal:
         pairs = zip(known, found, by_rank[0], strict=True)
         odd = [number for number, (is_known, mine, first) in enumerate(pairs) if is_known and mine != first]
         if odd:
