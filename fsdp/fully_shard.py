@@ -205,7 +205,7 @@ def fully_shard(
 
 def _settle_ties(unit: Unit, *_: Any) -> None:
     """Merge parameters that a user has tied into a single parameter, before values are loaded into it."""
-    tie_assigned(each for _, each in units_in(unit))
+    tie_assigned(units_in(unit))
 
 
 def _take_in(unit: Unit, *_: Any) -> None:
@@ -777,7 +777,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    return [unit for _, unit in units_in(_of(module))] if recurse else [_of(module)]
+    return list(units_in(_of(module))) if recurse else [_of(module)]
 
 
 def _unsharded_in(units: Iterable[Unit]) -> dict[nn.Parameter, nn.Parameter]:

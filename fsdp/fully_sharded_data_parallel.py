@@ -426,7 +426,7 @@ class FullyShardedDataParallel(Wrapper):
         return on_demand.last_report(self._unit)
 
     def _units(self) -> list[Unit]:
-        return [unit for _, unit in units_in(self._unit)]
+        return list(units_in(self._unit))
 
     @refuses_keywords
     @contextmanager

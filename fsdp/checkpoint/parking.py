@@ -155,7 +155,7 @@ class _Parked(ParkedTensors):
         self.undo.callback(_note_places, handles)
         if any(isinstance(each.storage, ParkedStorage) for each in handles):
             return
-        for _, unit in units_in(self.root):
+        for unit in units_in(self.root):
             self.undo.callback(setattr, unit, "buffers", unit.buffers)
             unit.buffers = Buffers((), None)  # buffers in their own precision require no casts for state dicts
         for handle in handles:
@@ -210,7 +210,7 @@ def _park(
     def copy() -> None:
         if "parameters" not in before:
             if "parameters" in wanted:
-                undo.enter_context(buffers_in_own_precision([unit for _, unit in units_in(root)]))
+                undo.enter_context(buffers_in_own_precision(list(units_in(root))))
             runtime.release()
         ours.extend(_found(wanted, root, optimizers, to))
         for one in ours:
@@ -292,7 +292,7 @@ def _checked(parts: Iterable[str]) -> frozenset[str]:
 
 
 def _handles(root: Unit) -> list[FlatParamHandle]:
-    return [handle for _, unit in units_in(root) for handle in unit.handles]
+    return [handle for unit in units_in(root) for handle in unit.handles]
 
 
 def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> ParkedSteps:

@@ -45,7 +45,7 @@ class UnitStates:
         """Divide the state by the optimizer's current parameters."""
         groups = groups_of(self._optimizer)
         owners: dict[int, FlatParamHandle] = {}
-        for _, unit in units_in(self._root) if self.is_divided else ():
+        for unit in units_in(self._root) if self.is_divided else ():
             owners.update((id(param), handle) for handle in unit.handles for param in handle.listed_params)
         # The parameters of each part, for each group of the optimizer.
         self.params: dict[FlatParamHandle | None, list[list[Any]]] = {}

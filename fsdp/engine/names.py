@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 
 from torch import nn
@@ -81,6 +81,23 @@ def wrapped_problem(names: Iterable[str]) -> str:
 def join(path: str, name: str) -> str:
     """Return the full name of `name` in the module at `path`, which is empty for the root."""
     return f"{path}.{name}" if path else name
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a tree with their clean names, each once, outer before inner.
+
+    Unlike the method of `nn.Module`, without a generator for each level of the tree.
+    """
+    found: set[nn.Module] = set()
+    ahead = [("", root)]
+    while ahead:
+        path, module = ahead.pop()
+        if module not in found:
+            found.add(module)
+            yield path, module
+            for name, inner in reversed([*module._modules.items()]):
+                if inner is not None:
+                    ahead.append((path if name in _PARTS else join(path, name), inner))
 
 
 def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import join, named_modules
 from fsdp.engine.user_attributes import Attributes, attributes_of
 
 Places = list[ParamInfo]
@@ -138,7 +138,7 @@ def refuse_held(root: nn.Module) -> None:
     Warn if an attribute of another parameter refers to an original, which may be a mark that no computation reads.
     """
     originals = {key: taken for key, taken in list(_taken.items()) if taken.is_used}
-    for path, module in root.named_modules() if originals else ():
+    for path, module in named_modules(root) if originals else ():
         values = [(name, value, False) for name, value in module.__dict__.items() if name not in _OF_MODULES]
         marks = [(name, attributes, True) for name, attributes in _set_on_parameters(module)]
         for name, value, is_mark in [*values, *marks]:
@@ -146,7 +146,7 @@ def refuse_held(root: nn.Module) -> None:
                 if id(param) in originals and taken_over(param) is not None:
                     remedy = _IN_DDP if isinstance(module, DistributedDataParallel) else _HELD
                     message = (
-                        f"{clean_name(join(path, name))} holds the original parameter "
+                        f"{join(path, name)} holds the original parameter "
                         f"{originals[id(param)].description}, whose module was sharded since: computations with the "
                         f"original would not train the model, and read old values. {remedy}"
                     )

@@ -29,7 +29,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,7 +59,7 @@ class Runtime:
 
     Args:
         root: the outermost unit.
-        named_units: the units of the tree, numbered the same on all ranks, with the names of their modules.
+        units: the units of the tree, numbered the same on all ranks, with the names of their modules.
 
     Raises:
         RuntimeError: if an inner unit has already run as a root.
@@ -70,13 +70,13 @@ class Runtime:
     steps: Any  # of the optimizers, compared between ranks (`Steps`)
     participation: Participation  # of the ranks, which may run different modules
 
-    def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]]) -> None:
+    def __init__(self, root: Unit, units: Mapping[Unit, str]) -> None:
         self.root = root
-        self.units = [unit for _, unit in named_units]
+        self.units = list(units)
         self.passes = Passes()
-        self._adopt(named_units)
+        self._adopt(units)
         mixed = [unit for unit in self.units if unit.precision.is_mixed]
-        self.inside_mixed = {inner for unit in mixed for _, inner in units_in(unit) if inner is not unit}
+        self.inside_mixed = {inner for unit in mixed for inner in units_in(unit) if inner is not unit}
         self.has_run = False  # a forward began under this root
         self._reductions = Reductions(root.policy.bucket_bytes)
         self._small_bytes = min(SMALL_BYTES, root.policy.bucket_bytes)  # the limit for units gathered together
@@ -99,14 +99,14 @@ class Runtime:
         self.has_deferred = False  # a backward left gradients with PARTIAL placements unreduced
         _all.add(self)
 
-    def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
+    def _adopt(self, units: Mapping[Unit, str]) -> None:
         """Take over all units of the tree.
 
         Raises:
             RuntimeError: if a unit has run as a root, or is in the middle of a forward or backward.
         """
         kind = type(self.root.module).__name__
-        for name, unit in named_units:
+        for unit, name in units.items():
             before = unit.runtime
             if before is not None and before.root is unit is not self.root and before.has_run:
                 raise RuntimeError(
@@ -116,7 +116,7 @@ class Runtime:
                 )
             if before is not None:
                 before.ensure_idle(f"become part of another {kind}")
-        for name, unit in named_units:
+        for unit, name in units.items():
             unit.runtime = self
             unit.rename(name)
             for handle in unit.handles:

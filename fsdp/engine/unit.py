@@ -22,7 +22,7 @@ from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.names import clean_name
+from fsdp.engine.names import named_modules
 from fsdp.engine.observers import NONE, Observers
 from fsdp.engine.originals import Places
 from fsdp.engine.phase import Phase
@@ -590,12 +590,12 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def units_in(root: Unit) -> list[tuple[str, Unit]]:
-    """Return the units of a tree with the plain names of their modules, outer before inner."""
+def units_in(root: Unit) -> dict[Unit, str]:
+    """Return the units of a tree, outer before inner, with the plain names of their modules."""
     found: dict[Unit, list[str]] = {}
-    for name, module in root.module.named_modules():
+    for name, module in named_modules(root.module):
         unit = unit_of(module)
         if unit is not None:
-            found.setdefault(unit, []).append(clean_name(name))
+            found.setdefault(unit, []).append(name)
     root_name = f"root ({type(root.module).__name__})"
-    return [(", ".join(names) if names[0] else root_name, unit) for unit, names in found.items()]
+    return {unit: ", ".join(names) if names[0] else root_name for unit, names in found.items()}

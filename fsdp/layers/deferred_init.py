@@ -21,7 +21,7 @@ from fsdp.distributed.communicator import some_of
 from fsdp.distributed.consensus import done_by_all
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import join, named_modules
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.engine.user_attributes import attributes_of, give_attributes, give_grad_dtype
@@ -62,11 +62,11 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
 
     Not collective. Checks all units, or only the first unit if `recurse` is False.
     """
-    units = [(name, unit) for name, inner in module.named_modules() if (unit := unit_of(inner)) is not None]
+    units = [(name, unit) for name, inner in named_modules(module) if (unit := unit_of(inner)) is not None]
     missing: list[str] = []
     for name, unit in units if recurse else units[:1]:
         if may_lack_values(unit):
-            found = [clean_name(join(name, inner)) for inner in valueless_in(unit)]
+            found = [join(name, inner) for inner in valueless_in(unit)]
             if not found:
                 _complete.add(unit)
             missing += found
@@ -80,7 +80,7 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
 
 def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> None:
     """Collective until all ranks have all values. Raise an error on all ranks if `require_values` fails on any rank."""
-    units = [unit for _, unit in units_in(root)] if recurse else [root]
+    units = list(units_in(root)) if recurse else [root]
     if have_values_everywhere(units):
         return
     done_by_all([root.everyone], what, lambda: require_values(root.module, what, recurse))
@@ -93,7 +93,7 @@ def valueless_in(unit: Unit) -> Iterator[str]:
         handle.absorb()  # assigned values count
         yield from (handle.layout.slots[slot].name for slot in sorted(handle.valueless))
     if lacking := uninitialized_beside(unit):
-        names = {inner: name for name, inner in unit.module.named_modules()}
+        names = {inner: name for name, inner in named_modules(unit.module)}
         yield from (join(names[inner], name) for inner, name in (each.places[0] for each in lacking))
 
 

@@ -6,7 +6,7 @@ the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -38,15 +38,15 @@ def new_runtime(root: Unit) -> Runtime:
             different models; or if a parameter was added after wrapping.
         ValueError: if the user has set different `grad_dtype`s on parameters that are sharded together.
     """
-    named_units = units_in(root)
-    settle_shares(root, all_inside=True)
-    follow_grad_dtypes(handle for _, unit in named_units for handle in unit.handles)
-    refuse_strangers(root.module, [unit for _, unit in named_units])
-    refuse_inner_hooks(root, named_units)
-    agree(root, to_run=True)
-    share_memory(unit for _, unit in named_units)
-    forget_memory(unit for _, unit in named_units)
-    runtime = Runtime(root, named_units)
+    units = units_in(root)
+    settle_shares(root, units, all_inside=True)
+    follow_grad_dtypes(handle for unit in units for handle in unit.handles)
+    refuse_strangers(root.module, units)
+    refuse_inner_hooks(root, units)
+    agree(root, units, to_run=True)
+    share_memory(units)
+    forget_memory(units)
+    runtime = Runtime(root, units)
     runtime.steps = Steps(root)
     runtime.checks = TreeChecks(runtime)
     runtime.participation = Participation()
@@ -54,9 +54,9 @@ def new_runtime(root: Unit) -> Runtime:
     return runtime
 
 
-def refuse_inner_hooks(root: Unit, named_units: Iterable[tuple[str, Unit]]) -> None:
+def refuse_inner_hooks(root: Unit, units: Mapping[Unit, str]) -> None:
     """Raise RuntimeError for a communication hook registered only on inner units."""
-    for name, unit in named_units:
+    for unit, name in units.items():
         hook = unit.policy.comm_hook
         if hook is not None and root.policy.comm_hook is None:
             raise RuntimeError(
@@ -134,7 +134,7 @@ class TreeChecks(Checks):
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp(DistributedDataParallel._active_ddp_module, self._root, self._handles)
         if torch.is_grad_enabled() and self._contents.have_changed():
-            units = [one for _, one in units_in(self._root)]
+            units = list(units_in(self._root))
             if units != self._units:  # a new runtime, with new checks, replaces this one
                 self._root.require_idle("run units that were put into the model, or taken out,")
                 for runtime in dict.fromkeys(one.runtime for one in units if one.runtime is not None):
@@ -151,7 +151,7 @@ class TreeChecks(Checks):
             require_values_everywhere(unit, "compute")
             self._await_values = not have_values_everywhere(self._units)
         if not self._has_compared_values:
-            agree_on_values([(one.name, one) for one in self._units])
+            agree_on_values({handle: one.name for one in self._units for handle in one.handles})
             self._has_compared_values = True
             return_freed_memory()
 

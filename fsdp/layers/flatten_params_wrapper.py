@@ -305,8 +305,10 @@ class FlattenParamsWrapper(Wrapper):
 
 def free_suffixes(module: nn.Module, count: int) -> list[str]:
     """Return the first numbers for the names of flat parameters, without those of attributes of the module."""
-    taken = set(nn.Module.__dir__(module))  # not `hasattr`: a module may pass attributes of another module on
-    numbers = (str(number) for number in itertools.count() if f"flat_param_{number}" not in taken)
+    # Not `hasattr` of the module, which may pass attributes of another module on.
+    classes = map(vars, type(module).__mro__)
+    held = [vars(module), module._parameters, module._buffers, module._modules, *classes]
+    numbers = (str(number) for number in itertools.count() if not any(f"flat_param_{number}" in each for each in held))
     return list(itertools.islice(numbers, count))
 
 

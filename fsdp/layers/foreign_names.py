@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp.distributed.communicator import uncompiled
 from fsdp.engine.call_stack import is_called_from
+from fsdp.engine.names import named_modules
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -199,7 +200,7 @@ def refuse_torchs_units(module: nn.Module) -> None:
     """Raise ValueError for inner modules sharded by torch, except modules of its composable `replicate`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    for name, inner in module.named_modules():
+    for name, inner in named_modules(module):
         kinds = {kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.distributed.fsdp")}
         for kind, function in _TORCHS.items():
             if kind in kinds and inner not in replicated_in(module):

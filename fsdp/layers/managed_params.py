@@ -20,7 +20,7 @@ from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.gradient_hooks import IN_BACKWARD
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.names import WRAPPER_PARTS, clean_name, join
+from fsdp.engine.names import WRAPPER_PARTS, join, named_modules
 from fsdp.engine.originals import Places, lender_of, owner_of, taken_by, taken_over
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.shard import Shard
@@ -68,9 +68,9 @@ def collect(
             parameter has hooks, or is a DTensor without a local part on this rank.
     """
     found: Found = {}
-    for prefix, submodule in module.named_modules():
+    for path, submodule in named_modules(module):
         for name, param in submodule._parameters.items():
-            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
+            fqn = join(path, name)
             if isinstance(param, FlatParameter) and not param._is_managed:
                 raise ValueError(
                     f"{fqn} is a FlatParameter that no FullyShardedDataParallel made: it would not be sharded. Wrap "
@@ -203,7 +203,7 @@ def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
     if not unit.contains_units:
         return
     in_storages: dict[int, list[_Memory]] = {}
-    for path, each in units_in(unit):
+    for each, path in units_in(unit).items():
         for storage, memory in _memory.get(each, ()):
             name = memory.name if each is unit else join(path, memory.name)
             in_storages.setdefault(storage.cdata, []).append(memory._replace(name=name))

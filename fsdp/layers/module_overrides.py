@@ -167,7 +167,7 @@ class Conversions:
     def _keeps_all(self, fn: Conversion) -> bool:
         """Return whether a conversion changes no parameter and no buffer, including flat parameters (not listed)."""
         listed = (*self._module.parameters(), *self._module.buffers())
-        changes = any(_changes(handle, fn) for _, unit in units_in(self.unit) for handle in unit.visible_handles)
+        changes = any(_changes(handle, fn) for unit in units_in(self.unit) for handle in unit.visible_handles)
         return not changes and all(fn(tensor) is tensor for tensor in listed)
 
     def _check(self, fn: Conversion) -> None:
@@ -176,7 +176,7 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")
         is_whole = self._module is unit.module
-        units = [each for _, each in units_in(unit)] if is_whole else [unit]
+        units = list(units_in(unit)) if is_whole else [unit]
         self._refuse_bytes([handle for each in units for handle in each.visible_handles], fn)
         for each in units:
             changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
@@ -237,9 +237,9 @@ class Conversions:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # shards do not change, else `_check` has raised an error
         # A `ModuleGroup` is not in the module tree, and is converted together with the enclosing unit.
-        inside = [each for _, each in units_in(unit) if isinstance(each.module, ModuleGroup)]
+        inside = [each for each in units_in(unit) if isinstance(each.module, ModuleGroup)]
         units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
-        tie_assigned(each for _, each in units_in(unit))
+        tie_assigned(units_in(unit))
         for handle in (handle for each in units for handle in each.visible_handles):
             handle.absorb()
             handle.listed.collect_gradients()  # gradients are converted with the shard's gradient

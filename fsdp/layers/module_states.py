@@ -12,7 +12,7 @@ from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.consensus import from_everyone, peers_answer, sent_by_first
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import join, named_modules
 from fsdp.engine.unit import own_modules
 from fsdp.layers.deferred_init import Place, Uninitialized
 from fsdp.layers.managed_params import Found
@@ -100,7 +100,7 @@ def _waiting(listed: Sequence[_Listed], ranks: Sequence[Communicator]) -> list[b
 
 
 def _buffers(module: nn.Module, ignored: Ignored) -> list[_Listed]:
-    names = {inner: clean_name(name) for name, inner in module.named_modules()}
+    names = {inner: name for name, inner in named_modules(module)}
     found: dict[int, _Listed] = {}
     for inner in own_modules(module):
         for name, buffer in inner._buffers.items() if inner not in ignored.modules else ():

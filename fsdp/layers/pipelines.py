@@ -27,7 +27,7 @@ class FSDPState:
     @property
     def all_states(self) -> list[FSDPState]:
         """The states of the module and of its inner modules."""
-        return [FSDPState(unit) for _, unit in units_in(self.unit)]
+        return [FSDPState(unit) for unit in units_in(self.unit)]
 
     def _root_post_backward_final_callback(self) -> None:
         finalize_backward(self.unit)
@@ -39,7 +39,7 @@ def finalize_backward(unit: Unit) -> None:
     Pipelines with a separate backward for weights compute their gradients using `torch.autograd.grad`, and assign them
     to unsharded parameters, so autograd does not call the hooks.
     """
-    for _, each in units_in(unit):
+    for each in units_in(unit):
         each.take_assigned_gradients()
         for handle in each.handles:
             handle.mark_unreduced()

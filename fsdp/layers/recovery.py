@@ -122,7 +122,7 @@ def _recover(root: Unit) -> bool:
             step = optimizer.step if optimizer is not None and is_late else lambda: None
             done_by_all([root.everyone], "complete its last step", step)
     finally:
-        for _, unit in units_in(root):
+        for unit in units_in(root):
             for handle in unit.handles:
                 handle.zero_grad()
         if runtime is not None:
@@ -164,7 +164,7 @@ def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
 
 def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicator]) -> None:
     """Discard the state of an interrupted forward or backward, while connections are closed and no message arrives."""
-    for _, unit in units_in(root):
+    for unit in units_in(root):
         for handle in unit.handles:
             if handle.phase is Phase.UNSHARDING:
                 handle._pending = Pending("", (), lambda: blank(0))

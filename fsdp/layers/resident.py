@@ -138,7 +138,7 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
     runs = map(sum, zip(*from_everyone(runtime.root.everyone, runs_here), strict=True))
     depths = dict.fromkeys(runtime.units, 0)
     for unit in runtime.units:
-        for _, inner in units_in(unit):
+        for inner in units_in(unit):
             depths[inner] += 1
     sizes = [
         sum(one.unsharded.full.nbytes for one in unit.handles if not one.unsharded.is_shard)  # without shards

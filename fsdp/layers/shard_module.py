@@ -22,6 +22,7 @@ from fsdp.distributed.dtensor import check_ranks, is_annotated
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.ignored import Ignored
+from fsdp.engine.names import named_modules
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import take_over
 from fsdp.engine.policy import Policy
@@ -46,7 +47,7 @@ from fsdp.layers.managed_params import (
 from fsdp.layers.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.layers.options import Options
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
-from fsdp.layers.shared_params import check_share, claimed_in, refuse_nothing_own, wanted
+from fsdp.layers.shared_params import check_share, claimed_by, refuse_nothing_own, wanted
 
 if TYPE_CHECKING:
     from fsdp.engine.runtime import Runtime
@@ -78,11 +79,12 @@ def shard_module(
 ) -> tuple[Unit, Group]:
     """Make a module a unit with this form of parameters; return the unit and the group for reducing gradients."""
     refuse_shared_modules(module)
-    inner = units_of(module.modules())
+    inner = units_of(inside for _, inside in named_modules(module))
     ignored.check([place for unit in inner for place in unit.places()])
     meet_torch()
     _make_way(module, inner)
-    unit, reduce_group, shards = _shard_params(module, options, groups, reduce_over, ignored, form)
+    inner = [unit for unit in inner if unit.module is not module]
+    unit, reduce_group, shards = _shard_params(module, inner, options, groups, reduce_over, ignored, form)
     # The original parameters are freed by now. Handles allocate memory.
     reduce_comm = communicator(reduce_group, unit.device)
     for shard in shards:
@@ -117,14 +119,20 @@ def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def _shard_params(
-    module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
+    module: nn.Module,
+    inner: Sequence[Unit],
+    options: Options,
+    groups: Groups,
+    reduce_over: Any,
+    ignored: Ignored,
+    form: ParamForm,
 ) -> tuple[Unit, Group, list[Shard]]:
     tied: Found = {}
     found = collect(
         module,
         ignored,
         tied if form.lists_parts or form.names_shards else None,  # flat parameters cannot be shared between units
-        claimed_in(module),
+        claimed_by(inner),
         for_unit=True,
         takes_all=form.lists_parts,
     )
@@ -135,7 +143,7 @@ def _shard_params(
 
         sharder = PackedForm(form, packed)
     found = sharder.prepare(found, tied, module)
-    params_are_on = _device_of(found, module, groups.replicate or groups.shard)  # the shard group may be a `LoneGroup`
+    params_are_on = _device_of(found, inner, groups.replicate or groups.shard)  # the shard group may be a `LoneGroup`
     device = options.device_for(params_are_on)
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
     if options.sync_module_states:
@@ -190,11 +198,11 @@ def _uncast(precision: Precision, found: Found) -> Collection[tuple[nn.Module, s
     return {place[:2] for places in left for place in places}
 
 
-def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:
+def _device_of(found: Iterable[nn.Parameter], inner: Iterable[Unit], over: Group) -> torch.device:
     """Return the device of a module's own parameters, or the compute device of its inner units."""
-    inner = (unit for unit in units_of(module.modules()) if unit.owned_handles or unit.borrowed_handles)
-    if not found and (first := next(inner, None)) is not None:
-        return first.device
+    devices = (unit.device for unit in inner if unit.owned_handles or unit.borrowed_handles)
+    if not found and (device := next(devices, None)) is not None:
+        return device
     return device_of(found) or served_device(over)
 
 
@@ -248,7 +256,7 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
             f"ignored_modules contains the {type(module).__name__} that is to be wrapped, or a module around it: no "
             "parameter would be sharded, and no gradient averaged. Leave this module unwrapped, or ignore modules in it"
         )
-    if any(isinstance(inner, fully_sharded) for inner in module.modules()):
+    if any(isinstance(inner, fully_sharded) for _, inner in named_modules(module)):
         raise ValueError(
             f"{type(module).__name__} is, or contains, a module that fully_shard has sharded: use either fully_shard "
             "or the wrapper for all modules of a model"
@@ -266,7 +274,7 @@ def refuse_unwrappable(module: Any, fully_sharded: type[Any], ignored: Ignored) 
 def refuse_fake_tensors(module: nn.Module) -> None:
     """Raise RuntimeError for a module of torch's fake tensors, or under `FakeTensorMode`."""
     made = sys.modules.get("torch._subclasses.fake_tensor")  # if not imported, no fake tensors exist
-    held = [param for submodule in module.modules() for param in submodule._parameters.values()]
+    held = [param for _, inner in named_modules(module) for param in inner._parameters.values()]
     if made is not None and any(isinstance(one, made.FakeTensor) for one in (torch.empty(0, device="cpu"), *held)):
         raise RuntimeError(
             f"this {type(module).__name__} is to be sharded under FakeTensorMode, or was built there: ranks exchange "

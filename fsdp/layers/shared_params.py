@@ -22,7 +22,7 @@ from fsdp.engine.names import paths_in
 from fsdp.engine.originals import Places, follow_flat_param, lender_of, note_stale, taken_over
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
-from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in, units_of
+from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
 from fsdp.layers.state_requests import Exporting
 
 
@@ -37,9 +37,8 @@ def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
     return found
 
 
-def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
-    """Return the places of parameters that units in a module tree want; an enclosing unit must not own them."""
-    units = units_of(module.modules())
+def claimed_by(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
+    """Return the places of parameters that units want; an enclosing unit must not own them."""
     return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
 
 
@@ -259,13 +258,12 @@ def _check_alike(first: _Listed, other: _Listed) -> None:
             )
 
 
-def settle_shares(root: Unit, *, all_inside: bool) -> None:
+def settle_shares(root: Unit, names: Mapping[Unit, str], *, all_inside: bool) -> None:
     """Assign each shared parameter in a tree of units to the lowest unit around all its uses.
 
-    With `all_inside`, all units that share a parameter must be in the tree; otherwise such a parameter is not moved. A
-    tied parameter that is not shared yet raises a RuntimeError.
+    The `names` are those of all units in the tree. With `all_inside`, all units that share a parameter must be in the
+    tree; otherwise such a parameter is not moved. A tied parameter that is not shared yet raises a RuntimeError.
     """
-    names = {unit: name for name, unit in units_in(root)}
     units = list(names)
     _refuse_wanted(names)
     tie_assigned(units)
@@ -325,7 +323,7 @@ def _units_around(units: Iterable[Unit]) -> dict[Unit, dict[Unit, None]]:
     """Return for each unit of a tree the units that contain it, inner before outer, including the unit."""
     found: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
     for unit in reversed(found):
-        for _, inner in units_in(unit):
+        for inner in units_in(unit):
             found[inner][unit] = None
     return found
 
@@ -352,7 +350,7 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 
 def exported_around(unit: Unit) -> set[int]:
     """Return the addresses of shared parameters in the enclosing unit's state dict that is being created."""
-    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
+    around = [one for inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
     places = [one.handle.places[0][0] for one in around if one.handle.presentation.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
     return {value.data_ptr() for value in values if value is not None}

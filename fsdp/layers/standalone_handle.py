@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -120,8 +119,7 @@ class StandaloneHandle(FlatParamHandle):
         self.on_gradient = _take_gradient
         self.rename(name, name)
         self.number_as(0)
-        with_handles: Any = SimpleNamespace(handles=[self])
-        agree_on_values([(name, with_handles)])
+        agree_on_values({self: name})
 
     def reduce_gradient(self) -> None:
         """Collective. Add the mean of the ranks' gradients since the last call to the shard's gradient.

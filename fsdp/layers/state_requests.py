@@ -179,7 +179,7 @@ def saving(root: Unit, form: Saving) -> Iterator[Saving]:
     if outer is not None:
         yield outer
         return
-    units = [unit for _, unit in units_in(root)]
+    units = list(units_in(root))
     wanted = (handle.storage.state_device for unit in units for handle in unit.handles)
     form = replace(form, device=form.device or next(filter(None, wanted), None))
     with serving(units, form):

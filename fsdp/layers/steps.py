@@ -137,7 +137,7 @@ class Steps:
 
     @property
     def handles(self) -> list[FlatParamHandle]:
-        return [handle for _, unit in units_in(self.root) for handle in unit.handles]
+        return [handle for unit in units_in(self.root) for handle in unit.handles]
 
     def part(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> Part:
         """Return an optimizer's part of the model, which is kept as long as the model and the optimizer."""

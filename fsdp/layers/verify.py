@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -24,10 +24,10 @@ from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.consensus import Ranks, from_everyone, numbers_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import join, named_modules
 from fsdp.engine.originals import is_ours, refuse_held
 from fsdp.engine.precision import autocast_dtype
-from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper
 from fsdp.layers.fingerprints import first_difference
 from fsdp.layers.managed_params import ddp_message, text_of_key
 
@@ -52,30 +52,32 @@ def require_sharded(model: Any, what: str) -> Unit:
     return unit
 
 
-def agree(root: Unit, *, to_run: bool = False) -> None:
+def agree(root: Unit, units: Mapping[Unit, str], *, to_run: bool = False) -> None:
     """Collective. Check that all ranks have the same units with the same parameters, and assign equal numbers to them.
 
     The tags of a handle are unique on its communicators, so messages of different units are never confused.
 
     Args:
         root: the outermost unit.
+        units: the units of its tree, with their names.
         to_run: the ranks are about to compute, so their training modes must be equal too.
 
     Raises:
         RuntimeError: with the first rank that differs from rank 0, the unit, and the values of both ranks; or if a
             handle has no communicator for the ranks.
     """
-    units = units_in(root)
-    for _, unit in units:
+    for unit in units:
         for handle in unit.handles:
             for comm in (handle.comm, handle.reduce_comm, handle.replica_axis):
                 comm.ensure_connected()
     outside = "none, outside of forward"
-    plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
+    plan: Plan = [
+        (name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for unit, name in units.items()
+    ]
     agree_on_plan(root.everyone, [(plan[0][0], plan[0][1] | _environment(root.device, to_run)), *plan[1:]])
     _agree_on_parts(units)
-    agreed.update(unit for _, unit in units)
-    for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
+    agreed.update(units)
+    for number, handle in enumerate(handle for unit in units for handle in unit.handles):
         handle.number_as(number)
 
 
@@ -112,7 +114,7 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
 
 def _saved_buffers(unit: Unit) -> Iterator[str]:
     """Yield a unit's persistent buffers; other buffers, such as caches, may differ between ranks."""
-    names = {inner: clean_name(name) for name, inner in unit.module.named_modules()}
+    names = {inner: name for name, inner in named_modules(unit.module)}
     for inner in own_modules(unit.module):
         for name, buffer in inner._buffers.items() if inner not in unit.ignored.modules else ():
             if buffer is not None and name not in inner._non_persistent_buffers_set and not is_lazy(buffer):
@@ -160,13 +162,13 @@ def describe_handle(handle: FlatParamHandle, unit: Unit | None = None) -> str:
     return f"{kind} {ranks}: {slots}"
 
 
-def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
+def _agree_on_parts(units: Mapping[Unit, str]) -> None:
     """Collective. Check that all ranks of a handle shard the same local part of a `DTensor`.
 
     Other ranks may have different parts: with expert parallelism, a unit's ranks are a subset of the root's.
     """
     plans: dict[tuple[Communicator, Communicator], Plan] = {}
-    for name, unit in units:
+    for unit, name in units.items():
         for handle in unit.handles:
             described = zip(handle.layout.slots, handle.flat_param.parts, strict=True)
             if parts := [f"{slot.name} ({part})" for slot, part in described if part]:
@@ -222,30 +224,31 @@ def renew_fingerprints(handle: FlatParamHandle) -> None:
         handle.storage.release()
 
 
-def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
+def agree_on_values(handles: Mapping[FlatParamHandle, str]) -> None:
     """Collective while ranks have parameters with uncompared values. Check that these values were equal.
 
     Each group of ranks, with its replicas, compares the values at wrapping once, in a single exchange for all units.
     The comparison excludes buffers, parameters that any rank has written since, and parameters without a part on
     another rank.
 
+    Args:
+        handles: with the names of their units.
+
     Raises:
         RuntimeError: with the first rank that differs from rank 0, the unit and the parameter.
     """
-    pending: dict[tuple[Communicator, Communicator], list[tuple[str, FlatParamHandle]]] = {}
-    for name, unit in units:
-        for handle in unit.handles:
-            if handle.values.fingerprints is not None:
-                handle.absorb()
-                settle_fingerprints(handle)
-                pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
+    pending: dict[tuple[Communicator, Communicator], dict[FlatParamHandle, str]] = {}
+    for handle, name in handles.items():
+        if handle.values.fingerprints is not None:
+            handle.absorb()
+            settle_fingerprints(handle)
+            pending.setdefault((handle.comm, handle.replicas), {})[handle] = name
     # All groups are compared before an error is raised, because ranks of the next groups may have no error here.
-    problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items()]
+    problems = [_difference_of_values(ranks, names) for ranks, names in pending.items()]
     for problem in filter(None, problems):
         raise RuntimeError(problem)
-    for handles in pending.values():
-        for _, handle in handles:
-            handle.values.fingerprints = None
+    for handle in handles:
+        handle.values.fingerprints = None
 
 
 def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
@@ -258,10 +261,10 @@ def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
     return found and f"rank {found}. Each rank would keep its own shard of them; nothing was changed."
 
 
-def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
+def _difference_of_values(ranks: Ranks, handles: Mapping[FlatParamHandle, str]) -> str:
     """Collective. Return a description of the difference if ranks have sharded different values; else ""."""
-    own = [one for _, handle in handles if (one := handle.values.fingerprints) is not None]
-    names = [f"{slot.name} of unit '{unit}'" for unit, handle in handles for slot in handle.layout.slots]
+    own = [one for handle in handles if (one := handle.values.fingerprints) is not None]
+    names = [f"{slot.name} of unit '{unit}'" for handle, unit in handles.items() for slot in handle.layout.slots]
     found = _different(ranks, from_everyone(ranks, [each for one in own for each in one.unsharded]), names)
     return found and (
         f"rank {own_rank()}: the ranks have sharded different values. Rank {found}: their shards belong to different "
@@ -280,21 +283,21 @@ def _different(ranks: Ranks, by_rank: Sequence[Sequence[int | None]], names: Seq
     return f"{numbers[place]} has other values than rank {numbers[0]} of {names[number]}{more}"
 
 
-def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
+def refuse_strangers(root: nn.Module, units: Collection[Unit]) -> None:
     """Raise RuntimeError if a parameter was added after the units were created, or an original is still used."""
     refuse_held(root)
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
     # Parameters added to ignored modules later are also ignored.
     every = frozenset[nn.Module]().union(*(unit.ignored.modules for unit in units))
     ignored = {inner for module in every for inner in module.modules()}
-    for path, module in root.named_modules():
+    for path, module in named_modules(root):
         for attribute, param in module._parameters.items():
             if param is None or is_ours(param) or module in ignored or (module, attribute) in ours:
                 continue
             if any(param in unit.ignored.parameters for unit in units):
                 continue
             raise RuntimeError(
-                f"{clean_name(join(path, attribute))} became a parameter after sharding: it is not sharded, and each "
+                f"{join(path, attribute)} became a parameter after sharding: it is not sharded, and each "
                 "rank would train different values. Complete the module before sharding, shard the added module "
                 "separately, or ignore the parameter (ignored_parameters, ignored_params of fully_shard)."
             )

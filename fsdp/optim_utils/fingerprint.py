@@ -71,8 +71,8 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
 def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | None = None) -> list[Part]:
     """Return this rank's parts of all weights and buffers of a model, and of its optimizer's state."""
-    require_shards((unit for _, unit in units_in(root)), _DOING)
-    for _, unit in units_in(root):
+    require_shards(units_in(root), _DOING)
+    for unit in units_in(root):
         for handle in unit.handles:
             handle.absorb()
     params = Parameters(model, root)

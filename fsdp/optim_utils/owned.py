@@ -110,7 +110,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         ensure_agreed(root)
 
         def read() -> None:
-            require_shards((unit for _, unit in units_in(root)), _MAKE)
+            require_shards(units_in(root), _MAKE)
             given = _checked_groups(groups)
             places = _places_of_groups(Parameters(model, root), given)
             kept = [number for number, group in enumerate(given) if group["optimizer"] is not None]

@@ -27,7 +27,7 @@ from fsdp.distributed.consensus import done_by_all, from_everyone, number_among,
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.autograd import in_backward
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import clean_name
+from fsdp.engine.names import named_modules
 from fsdp.engine.observers import attached
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.trees import map_tensors
@@ -75,7 +75,7 @@ class FingerprintRecording:
             original.name: "" if one.handle is None else self._unit_name(one.handle.unit_name)
             for one, original in self._params.by_number.values()
         }
-        self._paths = {module: clean_name(name) for name, module in model.named_modules()}
+        self._paths = {module: name for name, module in named_modules(model)}
         self._path, self._number = path, first_step
         self._micro_batches: dict[int, dict[Key, int]] = {}
         self._current: dict[Key, int] = {}

@@ -438,7 +438,7 @@ def _held_originals(root: Unit, optimizer: torch.optim.Optimizer) -> HeldIn:
     """Return the originals in an optimizer by current parameter; the optimizer must not contain both."""
     places: dict[tuple[FlatParameter, int], tuple[OptimParam, Original]] = {}
     paths = paths_in(root.module)
-    for _, unit in units_in(root):
+    for unit in units_in(root):
         for handle in unit.handles:
             for one in params_of(handle, paths):
                 places |= {(handle.flat_param, original.slot): (one, original) for original in one.originals}

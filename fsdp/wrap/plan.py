@@ -439,9 +439,8 @@ class _Training:
         groups: Sequence[ImaginedGroup],
     ) -> None:
         self._model, self._live, self._groups = model, live, groups
-        named = units_in(model._unit)
-        self.units = [unit for _, unit in named]
-        self._names = {unit: name for name, unit in named}
+        self._names = units_in(model._unit)
+        self.units = list(self._names)
         trust_values(self.units)  # disables the check for missing values
         for unit in self.units:
             for handle in unit.handles:

@@ -281,7 +281,7 @@ def test_nothing_is_recorded_outside_and_nothing_changes_inside() -> None:
         _fail_in(given_up, lambda: train(model, optimizer))
     assert not given_up.records
     assert communicator.wait_observers == waits
-    assert not any(unit.observers.forward for _, unit in units_in(model._unit))
+    assert not any(unit.observers.forward for unit in units_in(model._unit))
     assert {owner: dict(vars(owner)) for owner in before} == before
 
 

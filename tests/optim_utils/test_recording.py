@@ -84,7 +84,7 @@ def unit_of_model(training: Training) -> Any:
 
 @contextmanager
 def a_scaled_gradient(training: Training) -> Iterator[None]:
-    (unit,) = [unit for _, unit in units_in(unit_of_model(training)) if unit.name == "blocks.0"]
+    (unit,) = [unit for unit in units_in(unit_of_model(training)) if unit.name == "blocks.0"]
     (handle,) = unit.handles
     original: Any = handle.on_gradient
 

@@ -131,7 +131,7 @@ def _most_unsharded(kind: Callable[[], nn.Module], blocks: int, form: str, *, wi
     observer = Unsharded()
     for _ in range(2):
         losses = [model(torch.randn(2, 5)).square().mean() for _ in range(1 + with_another_graph)]
-        with attached(observer, [unit for _, unit in units_in(outermost)]):
+        with attached(observer, list(units_in(outermost))):
             losses[0].backward()
     return observer.most
 

@@ -72,15 +72,16 @@ Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
 def ensure_agreed(root: Unit) -> None:
     """Collective the first time. Compare the units of all ranks before their shards are combined."""
-    if not all(unit in agreed for _, unit in units_in(root)):
-        settle_shares(root, all_inside=False)
-        agree(root)
+    units = units_in(root)
+    if not agreed.issuperset(units):
+        settle_shares(root, units, all_inside=False)
+        agree(root, units)
 
 
 def ensure_same_values(root: Unit) -> None:
     """Collective the first time. Compare the values that the ranks have wrapped, before the values are read."""
     if root.state is not TrainingState.SUMMON_FULL_PARAMS:
-        agree_on_values(units_in(root))
+        agree_on_values({handle: name for unit, name in units_in(root).items() for handle in unit.handles})
 
 
 def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
@@ -118,7 +119,7 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
             "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded, and inside "
             "summon_shapes() no module has values. Call it outside the context, with state_dict(rank0_only=True)."
         )
-    is_gathered = any(each.state is not TrainingState.SUMMON_FULL_PARAMS for _, each in units_in(unit))
+    is_gathered = any(each.state is not TrainingState.SUMMON_FULL_PARAMS for each in units_in(unit))
     with saving(unit, asked) as form, form.progress.reported() if is_outermost and is_gathered else nullcontext():
         asked.check(keep_vars)
         state = between_hooks(gathered)
@@ -219,7 +220,7 @@ def load_full(
     form = LoadPass(read=_agree_to_read(unit, wrapper), source=source)
     if form.read is None:
         return _record_and_commit(wrapper, unit, form, load)
-    units = [each for _, each in units_in(unit)]
+    units = list(units_in(unit))
     with serving(units, form):
         try:
             return _done(unit, source, load)
@@ -230,7 +231,7 @@ def load_full(
 
 def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Callable[[], Any]) -> Any:
     """Collective. Load the state dict if it fits on all ranks; otherwise leave all values unchanged."""
-    units = [each for _, each in units_in(unit)]
+    units = list(units_in(unit))
     hidden = [each for each in units if each.state is not TrainingState.SUMMON_FULL_PARAMS]
     with (
         for_each(hidden, lambda each: closing(_recording(each, form))) as recordings,
@@ -267,7 +268,7 @@ def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
     differ: for example, experts in units with separate groups have different values on each rank.
     """
     loaded: dict[tuple[Communicator, Communicator], dict[str, int]] = {}
-    for name, each in units_in(unit):
+    for each, name in units_in(unit).items():
         found = values.get(each, {})
         for handle in each.handles:
             numbers = loaded.setdefault((handle.comm, handle.replicas), {})
@@ -297,7 +298,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
 
     None means that all modules of the tree only copy values, on every rank, so the complete load can be recorded.
     """
-    units = [each for _, each in units_in(unit)]
+    units = list(units_in(unit))
     others = (tensor for module in root.modules() for *_, tensor in beside_ours(module))
     is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
     own = [is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]
@@ -463,7 +464,7 @@ def loading_in_place(unit: Unit) -> Iterator[None]:
         if form is None:  # the user loads a module inside or around the wrapper
             ensure_agreed(unit)
             form = LoadPass(read=_agree_to_read(unit, unit.module))
-            stack.enter_context(serving([each for _, each in units_in(unit)], form))
+            stack.enter_context(serving(list(units_in(unit)), form))
         stack.enter_context(_loadable(unit, form))
         yield
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from fsdp.distributed.communicator import some_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import clean_name, join, paths_in
+from fsdp.engine.names import clean_name, join, named_modules, paths_in
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.layers.shared_params import settle_shares
@@ -39,7 +39,7 @@ _REMEDY = (
 
 def _members_in(wrapper: nn.Module) -> dict[Unit, str]:
     """Return the units of this wrapper and of inner wrappers, with their paths relative to it as plain names."""
-    named = ((clean_name(path), unit_of_wrapper(module)) for path, module in wrapper.named_modules())
+    named = ((path, unit_of_wrapper(module)) for path, module in named_modules(wrapper))
     return {unit: path for path, unit in named if unit is not None}
 
 
@@ -53,9 +53,9 @@ def local(root: Unit, what: str) -> Iterator[None]:
     if root.request(LocalState):  # this state is part of an enclosing unit's state, perhaps in a subclass
         yield
         return
-    units = [unit for _, unit in units_in(root)]
+    units = units_in(root)
     require_shards(units, what)
-    settle_shares(root, all_inside=False)
+    settle_shares(root, units, all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # tensors that users have assigned to parameters are stored in the shards
         handle.presentation.refuse_lent("save or load its shards", handle.unit_name)

@@ -334,7 +334,7 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
     """
     unfit = ""
     try:
-        agree_on_values(units_in(root))
+        agree_on_values({handle: name for unit, name in units_in(root).items() for handle in unit.handles})
     except RuntimeError as error:
         unfit = str(error)  # the state may still be used as the target of a load
     rank = number_among(root.everyone)
