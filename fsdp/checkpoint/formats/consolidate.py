@@ -25,29 +25,13 @@ _BACKING = ("names", "shapes", "numels", "padding")
 def consolidate(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],
-    with_module_buffers: bool = True,
-    strict: bool = True,
+    with_module_buffers: bool,
+    strict: bool,
 ) -> dict[str, Any]:
-    """Return unsharded weights under plain names from all ranks' shards, without a process group.
+    """Return unsharded weights by plain names; see `FullyShardedDataParallel.consolidate_shard_weights`.
 
     Tensors are new, on the device of rank 0's tensors, and created one parameter at a time: only the arguments and the
-    result are held in memory. Tied parameters are the same tensor under all their names. The arguments are not
-    changed.
-
-    Args:
-        shard_weights: each rank's `local_state_dict`, in rank order. With hybrid sharding, pass those of all
-            ranks or only of the first replica.
-        shard_metadata: the same ranks' `local_metadata_dict`.
-        with_module_buffers: if True, add rank 0's buffers and other unsharded data.
-        strict: if False, skip parameters and buffers that rank 0's weights lack, and keys that no metadata name.
-
-    Returns:
-        The same result as `state_dict` on rank 0. For a unit with fewer ranks than the outermost unit, the values are
-        from rank 0's group.
-
-    Raises:
-        ValueError: for empty lists, or lists of different lengths; for missing, truncated, reordered or superfluous
-            shards, and shards of different models, with the rank and the key.
+    result are held in memory. For a unit with fewer ranks than the outermost unit, the values are from rank 0's group.
     """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
