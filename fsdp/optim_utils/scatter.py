@@ -7,7 +7,6 @@ equal on every rank, is sharded in the same way as the parameter.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import some_of
-from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sent_by_first
+from fsdp.distributed.consensus import agree_on, done_by_all, sent_by_first, told_by_all
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.names import paths_in
@@ -286,9 +285,9 @@ Described = tuple[list[tuple[int, Kinds]], list[tuple[dict[str, Any], list[int]]
 def described_by_first(params: Parameters, source: FirstRank, full: Any) -> tuple[Plans, Given]:
     """Collective. Return the plans for rank 0's `full`, and its content, without the tensors on other ranks."""
 
-    def job() -> tuple[bytes, Plans, Given]:
+    def job() -> tuple[tuple[Plans, Given] | None, Any]:
         if not source.is_here:
-            return b"", {}, Given({}, [], {})
+            return None, None
         read = given(params, full)
         plans = plans_for(params, read)
         described: Described = (
@@ -296,12 +295,12 @@ def described_by_first(params: Parameters, source: FirstRank, full: Any) -> tupl
             [(options, [params.numbers[original] for _, original in places]) for options, places in read.groups],
             read.beside,
         )
-        return pickle.dumps(described), plans, read
+        return (plans, read), described
 
-    payload, plans, read = done_by_all([source.ranks], _LOAD, job)
-    heard: Described = pickle.loads(from_everyone(source.ranks, payload)[0])
-    if source.is_here:
-        return plans, read
+    own, told = told_by_all(source.ranks, _LOAD, job)
+    if own is not None:
+        return own
+    heard: Described = told[0]
     found = {params.by_number[number][0]: plan for number, plan in heard[0]}
     states = {(one, original): dict[str, Any]() for one in found for original in one.originals}
     groups = [(options, [params.by_number[number] for number in numbers]) for options, numbers in heard[1]]
