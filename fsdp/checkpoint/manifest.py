@@ -50,12 +50,15 @@ class TensorFiles:
             elif crc32(head) != checksum:
                 yield f"{path}: its header is damaged"
 
-    def opened_in(self, folder: str) -> CheckedFiles:
-        """Open the tensors in a checkpoint's folder; ValueError if the files are damaged."""
+    def opened_in(self, folder: str, stack: ExitStack) -> CheckedFiles:
+        """Open the files in a checkpoint's folder, and register them on `stack`; ValueError if they are damaged."""
         problem = next(self.damaged_heads(folder), None)
         if problem is not None:
             raise ValueError(f"{problem}. Load another checkpoint.")
-        return CheckedFiles(os.path.join(folder, _entrance(self.stem, self.files)), self.checksums)
+        files = CheckedFiles(os.path.join(folder, _entrance(self.stem, self.files)), self.checksums)
+        stack.enter_context(files)
+        files.hold()
+        return files
 
 
 def _entrance(stem: str, files: Collection[str]) -> str:
@@ -206,7 +209,7 @@ def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> S
         sets: dict[str, TensorFiles | None] = {stem: found.pop(stem) for stem in _STEMS}
         if not with_optimizer or sets["optimizer"] is None:
             sets["optimizer"], found["optimizer_rest"], found["kinds"] = None, None, {}
-        opened: dict[str, Any] = {stem: each and _held(each, folder, stack) for stem, each in sets.items()}
+        opened: dict[str, Any] = {stem: each and each.opened_in(folder, stack) for stem, each in sets.items()}
         return Source("fsdp", folder, **opened, **found, identity=digest)
 
     return _steadily(path, look)
@@ -228,7 +231,7 @@ def examine_ours(
             heads = list(each.damaged_heads(folder))
             found += heads
             try:
-                opened += [] if heads else [_held(each, folder, stack)]
+                opened += [] if heads else [each.opened_in(folder, stack)]
             except (ValueError, OSError) as error:
                 found.append(str(error))
         return found, opened
@@ -241,13 +244,6 @@ def examine_ours(
         with files:
             problems += files.damaged(advance)
     return nbytes, "all data matches its checksums"
-
-
-def _held(files: TensorFiles, folder: str, stack: ExitStack) -> CheckedFiles:
-    opened = files.opened_in(folder)
-    stack.enter_context(opened)
-    opened.hold()
-    return opened
 
 
 def _steadily(path: str | os.PathLike[str], look: Callable[[str, ExitStack], _Found]) -> _Found:
