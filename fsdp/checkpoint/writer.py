@@ -147,11 +147,6 @@ class Place:
             return f"{self.folder} is not a complete checkpoint."
         return f"{self.folder} is a complete checkpoint: the previous one, or this one if all ranks had written it."
 
-    def tidy(self) -> None:
-        """Remove the older checkpoints beyond `keep`, after this checkpoint is complete."""
-        if self.keep is not None and self.step is not None:
-            rotate(self.path, self.keep, self.step)
-
 
 @during("fsdp.save()")
 def save(
@@ -327,8 +322,8 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
         is_seen = is_first or destination.token == tokens[0]  # tested, not assumed
         heard = _written(destination, found, ranks, is_seen=is_seen)
         on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
-        if place.keep is not None:
-            on_first(f"remove old checkpoints from {place.path}", place.tidy)
+        if place.keep is not None and place.step is not None:
+            on_first(f"remove old checkpoints from {place.path}", partial(rotate, place.path, place.keep, place.step))
     except BaseException as error:
         if is_first:
             destination.abandon()
