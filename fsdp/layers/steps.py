@@ -273,7 +273,8 @@ def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:
         return False
     if handle.orig_params is None or is_dtensor(handle.listed_params[0]):
         return True
-    ranks, slots = range(handle.comm.world_size), range(len(handle.layout.slots))
+    # The elements of a parameter are contiguous, so that the ranks between the first and the last have some as well.
+    ranks, slots = {0, handle.comm.world_size - 1}, range(len(handle.layout.slots))
     return all(handle.layout.interval(slot, rank) is not None for slot in slots for rank in ranks)
 
 
