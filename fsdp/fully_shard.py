@@ -746,7 +746,7 @@ def _of(module: Any) -> Unit:
 def _runtime(module: Any, method: str) -> Runtime | None:
     """Return the runtime of an outermost module, None before its first use; RuntimeError for an inner module."""
     unit = _of(module)
-    return None if unit.runtime is None else runtime_of_root(unit, method, "module under fully_shard")
+    return None if unit.runtime is None else runtime_of_root(unit, method)
 
 
 def _sharded(modules: Iterable[Any]) -> list[Unit]:

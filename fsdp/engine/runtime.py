@@ -762,12 +762,13 @@ def runtime_of(unit: Unit) -> Runtime:
     return cast("Runtime", unit.ensure_runtime())
 
 
-def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParallel") -> Runtime:
+def runtime_of_root(unit: Unit, method: str) -> Runtime:
     """Return the runtime of an outermost unit; raise a RuntimeError that names `method` for an inner unit."""
     runtime = runtime_of(unit)
     if runtime.root is not unit:
         raise RuntimeError(
-            f"{method} is for the outermost {kind}, but '{unit.name}' is inside {runtime.root.name}. Call it there."
+            f"{method} is for the outermost sharded module, but '{unit.name}' is inside {runtime.root.name}. Call it "
+            "there."
         )
     return runtime
 

@@ -123,7 +123,7 @@ def compress(
             parameters with a custom all-gather, `fsdp.SameBits`; after the first use of `fsdp.join` or `fsdp.cond`.
         RuntimeError: if arguments differ between ranks; inside a forward or backward; for an inner unit.
     """
-    runtime = runtime_of_root(require_sharded(model, "fsdp.compress"), "fsdp.compress", "module")
+    runtime = runtime_of_root(require_sharded(model, "fsdp.compress"), "fsdp.compress")
     runtime.ensure_idle("compress communication")
     everyone = runtime.root.everyone
     given = {"reduce": reduce, "gather": gather, "replicas": replicas}

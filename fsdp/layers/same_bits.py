@@ -70,7 +70,7 @@ class SameBits:
     """
 
     def __init__(self, model: nn.Module, micro_batches: int, seed: int = 0) -> None:
-        self._runtime = runtime_of_root(require_sharded(model, "fsdp.SameBits"), "fsdp.SameBits", "module")
+        self._runtime = runtime_of_root(require_sharded(model, "fsdp.SameBits"), "fsdp.SameBits")
         self._runtime.ensure_idle(_MAKE)
         root = self._root = self._runtime.root
         done_by_all([root.everyone], _MAKE, lambda: self._require_possible(micro_batches))

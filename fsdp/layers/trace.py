@@ -176,7 +176,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    runtime = runtime_of_root(require_sharded(model, "fsdp.trace()"), "fsdp.trace()", "module")
+    runtime = runtime_of_root(require_sharded(model, "fsdp.trace()"), "fsdp.trace()")
     made = Trace(runtime, path, steps)
     if steps is not None:
         made.begin()

@@ -67,7 +67,7 @@ class FingerprintRecording:
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str], first_step: int) -> None:
         self._root = require_sharded(model, "fsdp.record_fingerprints")
-        self._runtime = runtime_of_root(self._root, "fsdp.record_fingerprints()", "module")
+        self._runtime = runtime_of_root(self._root, "fsdp.record_fingerprints()")
         self._params = Parameters(model, self._root)
         refuse_tensor_parallel(self._params, "fsdp.record_fingerprints")
         self._names = {(one.handle, original.slot): original.name for one, original in self._params.by_number.values()}

@@ -70,7 +70,7 @@ def join(
     root = require_sharded(model, "fsdp.join")
     if not optimizers:
         raise ValueError("fsdp.join: pass the optimizer, because ranks that have finished run its steps as well")
-    runtime = runtime_of_root(root, "fsdp.join", "module")
+    runtime = runtime_of_root(root, "fsdp.join")
     runtime.ensure_idle("begin fsdp.join")
     if deferring := next((unit.name for unit in runtime.units if unit.placements.defers_reduction), None):
         raise NotImplementedError(

@@ -97,9 +97,7 @@ def test_before_the_first_forward_there_is_nothing_to_finalize() -> None:
 def test_an_inner_module_is_an_error() -> None:
     model = sharded()
     accumulate(model, range(1))
-    with pytest.raises(
-        RuntimeError, match=r"finalize_backward is for the outermost module under fully_shard, but 'gate' "
-    ):
+    with pytest.raises(RuntimeError, match=r"finalize_backward is for the outermost sharded module, but 'gate' "):
         model.gate.finalize_backward()
     with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization is for the outermost"):
         model.gate.set_manual_backward_finalization(True)

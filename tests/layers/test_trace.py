@@ -297,7 +297,7 @@ def test_misuse_is_told() -> None:
         fsdp.trace(nn.Linear(1, 1))
     model = slow_layers()
     model(torch.ones(1, 4))
-    with pytest.raises(RuntimeError, match=r"fsdp\.trace\(\) is for the outermost module"):
+    with pytest.raises(RuntimeError, match=r"fsdp\.trace\(\) is for the outermost sharded module"):
         fsdp.trace(model[0])
     trace = fsdp.trace(model)
     assert str(trace) == "a trace that is not recorded yet"
