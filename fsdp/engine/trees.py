@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -55,10 +54,10 @@ def _rebuilt(function: Callable[[Tensor], Any], tree: Any, seen: _Seen) -> tuple
     if isinstance(tree, Mapping):
         values = _changed(function, seen, dict(tree.items()))
         return (_updated(tree, values), True) if values else (tree, False)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
-        values = _changed(function, seen, {name: getattr(tree, name) for name in names})
-        return (_with_fields(tree, values), True) if values else (tree, False)
+    if is_dataclass(tree) and not isinstance(tree, (type, nn.Module)):
+        attributes = _attributes_of(tree)
+        values = _changed(function, seen, attributes)
+        return (_with_attributes(type(tree), attributes | values), True) if values else (tree, False)
     return tree, False
 
 
@@ -68,11 +67,19 @@ def _changed(function: Callable[[Tensor], Any], seen: _Seen, values: dict[Any, A
     return {key: value for key, (value, changed) in results.items() if changed}
 
 
-def _with_fields(record: Any, values: dict[str, Any]) -> Any:
-    copied = copy.copy(record)  # not `replace`: ``__post_init__`` would compute fields from fields a second time
-    for name, value in values.items():
-        object.__setattr__(copied, name, value)  # also if the class is frozen
-    return copied
+def _attributes_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, and the attributes that are not fields, such as a cached property."""
+    values = {field.name: getattr(record, field.name) for field in fields(record) if hasattr(record, field.name)}
+    return values | getattr(record, "__dict__", {})
+
+
+def _with_attributes(kind: type[Any], attributes: dict[str, Any]) -> Any:
+    # Not `replace`: ``__post_init__`` would compute fields from fields a second time. Not `copy.copy`: it calls a
+    # ``__getattr__`` of the class, which may read a field, before the fields are set.
+    record = object.__new__(kind)
+    for name, value in attributes.items():
+        object.__setattr__(record, name, value)  # also if the class is frozen
+    return record
 
 
 def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -76,6 +76,19 @@ class DoubledBatch:
         self.x, self.double = self.x / 2, self.x
 
 
+@dataclass
+class Derived:
+    """Has an attribute that is no field, and the attributes of its tensor."""
+
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.double = 2 * self.x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.x, name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FrozenBatch:
     x: Tensor
@@ -170,6 +183,7 @@ NESTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "model output": (lambda x: ModelOutput(x), lambda got: got.x),
     "dataclass": (lambda x: Batch(x, ["text"]), lambda got: got.x),
     "dataclass with computed fields": (DoubledBatch, lambda got: got.x if got.double.dtype is got.x.dtype else got),
+    "dataclass with more attributes": (Derived, lambda got: got.double if got.dtype is got.double.dtype else got),
     "frozen dataclass": (lambda x: FrozenBatch(x=x), lambda got: got.x),
     "nest": (lambda x: [{"a": (Point(Batch(x, []), "a"), 1)}], lambda got: got[0]["a"][0].x.x),  # type: ignore[arg-type]
 }
@@ -205,7 +219,14 @@ def test_what_is_no_floating_point_tensor_is_passed_on_itself() -> None:
     class Opaque:
         x = numbers()
 
-    others: list[Any] = [3, 2.5, "text", None, Opaque(), {1, 2}, torch.arange(3), torch.tensor([True])]
+    @dataclass(eq=False)
+    class Described(nn.Linear):
+        size: int
+
+        def __post_init__(self) -> None:
+            super().__init__(self.size, self.size)
+
+    others: list[Any] = [3, 2.5, "text", None, Opaque(), {1, 2}, torch.arange(3), torch.tensor([True]), Described(3)]
     others += [torch.ones(2, dtype=torch.complex64), torch.Size([2]), SINGLE, nn.ReLU()]
     (got, _), kwargs = given_to({"mixed_precision": TO_BRAIN}, others, numbers(), key=others[4])
     assert all(new is old for new, old in zip(got, others, strict=True))
