@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter, mul
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -132,22 +134,29 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
         )
 
 
-class _Memory(NamedTuple):
-    """The addresses of a parameter's elements: the first byte, the byte after the last, and all as an array."""
+@dataclass
+class _Memory:
+    """The addresses of a parameter's elements: the first byte, the byte after the last, and the form."""
 
     name: str
     begin: int
     end: int
-    elements: Any  # of NumPy; the elements are not read, and may be in the memory of an accelerator
+    itemsize: int
+    shape: torch.Size
+    strides: tuple[int, ...]  # in elements
 
     @classmethod
     def of(cls, name: str, local: Tensor) -> _Memory:
-        size, begin = local.itemsize, local.data_ptr()
-        strides = tuple([size * stride for stride in local.stride()])
-        end = begin + size + sum(map(mul, strides, local.shape)) - sum(strides)
-        described = {"version": 3, "data": (begin, True), "shape": local.shape, "strides": strides}
-        place = SimpleNamespace(__array_interface__={**described, "typestr": f"|V{size}"})
-        return cls(name, begin, end, np.asarray(place))
+        shape, strides, size, begin = local.shape, local.stride(), local.itemsize, local.data_ptr()
+        numel = 1 + sum(map(mul, strides, shape)) - sum(strides)  # of the range, with elements of other tensors
+        return cls(name, begin, begin + size * numel, size, shape, strides)
+
+    @cached_property
+    def elements(self) -> Any:
+        """An array of NumPy. Its elements are not read, and may be in the memory of an accelerator."""
+        strides = tuple(self.itemsize * stride for stride in self.strides)
+        described = {"version": 3, "data": (self.begin, True), "shape": self.shape, "strides": strides}
+        return np.asarray(SimpleNamespace(__array_interface__={**described, "typestr": f"|V{self.itemsize}"}))
 
 
 def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
@@ -206,7 +215,7 @@ def refuse_aliases_of_units(unit: Unit, found: Found) -> None:
     for each, path in units_in(unit).items():
         for storage, memory in _memory.get(each, ()):
             name = memory.name if each is unit else join(path, memory.name)
-            in_storages.setdefault(storage.cdata, []).append(memory._replace(name=name))
+            in_storages.setdefault(storage.cdata, []).append(replace(memory, name=name))
     for in_storage in in_storages.values():
         _refuse_overlaps(in_storage)
 
