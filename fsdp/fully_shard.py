@@ -37,7 +37,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in, units_of
 from fsdp.layers import foreign_names, on_demand
 from fsdp.layers.managed_params import Found, MakeFlatParam, group, reader_message
-from fsdp.layers.module_overrides import unswapped
+from fsdp.layers.module_overrides import reshard, unswapped
 from fsdp.layers.options import MixedPrecisionPolicy, OffloadPolicy, Options, is_offloaded, precision_of
 from fsdp.layers.shard_module import ALIGNED, refuse_fake_tensors, shard_module
 from fsdp.layers.sharding_strategy import Groups, group_apart, mesh_of_all
@@ -457,10 +457,7 @@ class FSDPModule(_Base):
         (unit := _of(self)).end_left_forward()
         if unit.state is TrainingState.FORWARD:
             raise RuntimeError(f"cannot reshard {unit.name} in the middle of its forward")
-        for handle in unit.handles:
-            handle.reshard()  # stores written values, which `Unit.reshard` does not
-        unit.reshard()
-        unit.settle()  # `parameters()` lists the shards from now on
+        reshard(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to reshard after forward, also as the outermost module, and with `recurse` for inner modules.
@@ -693,8 +690,6 @@ class FSDPModule(_Base):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Reshard, and return the state dict of `nn.Module.state_dict`."""
         (unit := _of(self)).end_left_forward()
-        if unit.runtime is not None and any(one.state is not TrainingState.IDLE for one in _units(self, recurse=True)):
-            unit.runtime.ensure_idle("take a state dict", is_served=True)  # modules list memory that will be freed
         if unit.state is TrainingState.IDLE:
             self.reshard()
         return super().state_dict(*args, **kwargs)

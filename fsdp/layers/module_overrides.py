@@ -26,6 +26,7 @@ from fsdp.engine.forward_hooks import forward_hooks_of, threads_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import is_ours
+from fsdp.engine.phase import Phase
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in
 from fsdp.layers.shared_params import tie_assigned
 from fsdp.layers.state_requests import Converting, Filling, LocalState, serving
@@ -41,8 +42,9 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
     is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
-        if module in taken_from and not (lists_parts or is_bare):
-            unit.hooks.append(module.register_state_dict_pre_hook(partial(_check_partial_state, unit, names_shards)))
+        if module in taken_from and not is_bare:
+            check = partial(_list_shards, unit) if lists_parts else partial(_check_partial_state, unit, names_shards)
+            unit.hooks.append(module.register_state_dict_pre_hook(check))
         if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
             if module is not unit.module:
@@ -81,6 +83,23 @@ def refuse_shared_modules(module: nn.Module) -> None:
 
 def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(module.named_modules(remove_duplicate=False))
+
+
+def reshard(unit: Unit) -> None:
+    """Free the memory of a unit's own unsharded parameters. Written values are stored in the shards."""
+    for handle in unit.handles:
+        handle.reshard()  # stores written values, which `Unit.reshard` does not
+    unit.reshard()
+    unit.settle()  # `parameters()` lists the shards from now on
+
+
+def _list_shards(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Reshard before a state dict: it must not contain unsharded parameters, whose memory will be freed."""
+    unit.end_left_forward()
+    if unit.state is not TrainingState.IDLE and unit.runtime is not None:
+        unit.runtime.ensure_idle("take a state dict", is_served=True)
+    elif unit.state is TrainingState.IDLE and any(handle.phase is Phase.UNSHARDED for handle in unit.handles):
+        reshard(unit)
 
 
 def _check_partial_state(unit: Unit, names_shards: bool, module: nn.Module, prefix: str, keep_vars: bool) -> None:

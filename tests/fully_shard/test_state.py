@@ -491,16 +491,17 @@ def test_an_interrupted_forward_leaves_what_has_accumulated() -> None:
     assert_states_within(*found)
 
 
+@pytest.mark.parametrize("of", ["", "0"], ids=["unit", "module of a unit"])
 @pytest.mark.parametrize("is_in_backward", [False, True])
 @on_ranks(2)
-def test_a_state_dict_of_modules_that_compute_is_an_error(is_in_backward: bool) -> None:
+def test_a_state_dict_of_modules_that_compute_is_an_error(of: str, is_in_backward: bool) -> None:
     """They list unsharded parameters, whose memory is freed when they have computed."""
     model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     fsdp.fully_shard(model[1])
     fsdp.fully_shard(model)
 
     def take(*_: Any) -> None:
-        model.state_dict()
+        model.get_submodule(of).state_dict()
 
     def take_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(take)
@@ -509,7 +510,9 @@ def test_a_state_dict_of_modules_that_compute_is_an_error(is_in_backward: bool) 
     with pytest.raises(RuntimeError, match="cannot take a state dict in the middle of a forward or backward of root"):
         once(model, INPUTS)
     hook.remove()
-    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    assert all(isinstance(value, DTensor) for value in model.get_submodule(of).state_dict().values())
+    model.unshard()
+    assert all(isinstance(value, DTensor) for value in model.get_submodule(of).state_dict().values())
     idle: list[Tensor] = []
     model[0].register_forward_hook(lambda *_: idle.extend(model[1].state_dict().values()))
     once(model, INPUTS)
