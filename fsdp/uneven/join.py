@@ -26,7 +26,7 @@ _MODEL = -1  # stands for the model, where messages contain the number of an opt
 @contextmanager
 def join(
     model: nn.Module,
-    *optimizers: torch.optim.Optimizer,
+    *optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     after_step: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> Iterator[Joining]:
     """Collective. Train with different numbers of batches on the ranks: finished ranks still take part in collectives.
@@ -54,7 +54,8 @@ def join(
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        optimizers: all optimizers of the model's parameters, in the same order on every rank.
+        optimizers: all optimizers of the model's parameters, in the same order on every rank; also as a list, as in
+            `fsdp.save`.
         after_step: an optional function that finished ranks call with the optimizer after each step, for example to
             update learning rate schedulers and averages, as the loop does on other ranks.
 
@@ -68,7 +69,10 @@ def join(
         NotImplementedError: for PARTIAL gradients, and inside for `ShardedGradScaler` and for steps with a closure.
     """
     root = require_sharded(model, "fsdp.join")
-    if not optimizers:
+    listed: list[Any] = []
+    for given in optimizers:
+        listed += given if isinstance(given, (list, tuple)) else [given]
+    if not listed:
         raise ValueError("fsdp.join: pass the optimizer, because ranks that have finished run its steps as well")
     runtime = runtime_of_root(root, "fsdp.join")
     runtime.ensure_idle("begin fsdp.join")
@@ -77,9 +81,9 @@ def join(
             f"fsdp.join: {deferring} has PARTIAL gradients, which the step reduces, but ranks that have finished have "
             "no gradients. Use SHARD_OPTIM_GRADS, whose backwards reduce them."
         )
-    kinds = ", ".join(type(each).__name__ for each in optimizers)
+    kinds = ", ".join(type(each).__name__ for each in listed)
     agree_on(runtime.root.everyone, "optimizers in fsdp.join", kinds)
-    joining = Joining(runtime, model, optimizers, after_step)
+    joining = Joining(runtime, model, listed, after_step)
     try:
         joining.begin()
         yield joining
@@ -100,10 +104,10 @@ class Joining:
         self,
         runtime: Runtime,
         model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: list[torch.optim.Optimizer],
         after_step: Callable[[torch.optim.Optimizer], None] | None,
     ) -> None:
-        self._runtime, self._model, self._optimizers = runtime, model, list(optimizers)
+        self._runtime, self._model, self._optimizers = runtime, model, optimizers
         self._visits = visits_of(runtime)
         self._after_step = after_step
         self._undo: list[Callable[[], None]] = []

@@ -289,6 +289,22 @@ def test_after_step_is_called_where_batches_have_run_out() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("listed", [False, True])
+def test_every_optimizer_steps_on_finished_ranks(listed: bool) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in model.parameters()]
+    steps: list[torch.optim.Optimizer] = []
+    with fsdp.join(model, *([optimizers] if listed else optimizers), after_step=steps.append):
+        for _ in range(1 + 2 * dist.get_rank()):
+            model(torch.ones(2, 5)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(optimizers) > 1
+    assert steps == ([] if dist.get_rank() else 2 * optimizers)
+
+
+@on_ranks(2)
 def test_an_average_is_updated_on_finished_ranks_too() -> None:
     model = nested_mlp(fully_sharded())
     optimizer, ema = torch.optim.SGD(model.parameters(), lr=0.1), fsdp.EMA(model, 0.5)
