@@ -228,9 +228,9 @@ def sharded_weight(name: str, like: Tensor) -> Placeholder:
         like,
         "{} is sharded: outside of the forward and backward of {} this rank holds only a shard of it, under another "
         "name. Call the sharded module (its forward gathers the weights; another module that reads them must be in "
-        "the same unit). If a method other than forward reads them, register it once: "
-        "fsdp.register_fsdp_forward_method(model, 'name'). Or read and change unsharded parameters inside `with "
-        "model.summon_full_params():`.",
+        "the same unit). To call a part of a unit by itself, make the part a unit as well. If a method other than "
+        "forward reads them, register it once: fsdp.register_fsdp_forward_method(model, 'name'). Or read and change "
+        "unsharded parameters inside `with model.summon_full_params():`.",
         *(name, "its unit"),
     )
 

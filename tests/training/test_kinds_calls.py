@@ -139,7 +139,7 @@ def test_pain_point_13_a_raw_weight_names_itself_its_unit_and_the_way_out(option
     pair = SideBySide(Generator, by_parts, **options)
     pair.step(0)
     model = pair.sharded
-    way_out = r".*Call the sharded module.*`with model\.summon_full_params\(\):`"
+    way_out = r".*Call the sharded module.*make the part a unit as well.*`with model\.summon_full_params\(\):`"
     with pytest.raises(RuntimeError, match=r"^2\.weight is sharded: .* of encoder this rank" + way_out):
         model.encoder[2].weight.sum()
     # A weight that is computed from parameters names those.
