@@ -66,21 +66,23 @@ class EMA(AveragedModel):
         """Replace the model's weights by the average inside the context, and restore them afterwards. Not collective.
 
         Use this context for code that holds a reference to the model. Do not enter the context between a forward and
-        its backward, and do not step an optimizer in it.
+        its backward, and do not step an optimizer in it. The average keeps its values, so it can be called and saved
+        inside. The model's weights are copied meanwhile, which requires memory for another shard per rank, also if
+        shards are on disk.
 
         Raises:
             ValueError: if `model` has different parameters than the copied model, or was cast since.
             RuntimeError: if the average or `model` is parked.
         """
-        exchanged: list[tuple[Tensor, Tensor]] = []
+        kept: list[tuple[Tensor, Tensor]] = []
         try:
-            for pair in self._pairs(model, "EMA.applied_to()"):
-                _exchange(*pair)
-                exchanged.append(pair)
+            for average, param in self._pairs(model, "EMA.applied_to()"):
+                kept.append((param, param.detach().clone()))
+                _write(param, average)
             yield
         finally:
-            for pair in exchanged:
-                _exchange(*pair)
+            for param, weight in kept:
+                _write(param, weight)
 
     def _pairs(self, model: nn.Module, what: str) -> list[tuple[Tensor, Tensor]]:
         ours, theirs = (list(named_shards(each).values()) for each in (self.module, model))
@@ -107,7 +109,5 @@ def _average(decay: float, averages: Sequence[Tensor], weights: Sequence[Tensor]
 
 
 @torch.no_grad()
-def _exchange(average: Tensor, param: Tensor) -> None:
-    kept = param.detach().clone()
-    param.copy_(average)
-    average.copy_(kept)
+def _write(param: Tensor, value: Tensor) -> None:
+    param.copy_(value)

@@ -33,6 +33,7 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_close_state, assert_same_state
+from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.memory import live_bytes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -183,6 +184,31 @@ def test_the_model_has_the_average_inside_applied_to(options: dict[str, Any]) ->
     assert_same_state(state_of(ema.module), average)
     twins.train(4)  # the optimizer goes on
     twins.assert_close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_the_average_keeps_its_values_while_it_is_applied(form: str, tmp_path: Path) -> None:
+    """The average can be saved beside the evaluation, and entering the context again does not restore the weights."""
+    model, inputs = sharded(nested(lambda module: module).double(), form), batch(9, 0)
+    ema = fsdp.EMA(model, DECAY)
+    ema.update_parameters(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
+        own, average, outputs = full_state(model), full_state(ema.module), [model(inputs), ema(inputs)]
+        assert not torch.equal(*outputs)
+        with ema.applied_to(model):
+            assert torch.equal(ema(inputs), outputs[1])
+            assert_same_state(full_state(ema.module), average)
+            with ema.applied_to(model):
+                assert torch.equal(model(inputs), outputs[1])
+            assert torch.equal(model(inputs), outputs[1])
+            fsdp.save(tmp_path / "ema", ema)
+        assert torch.equal(model(inputs), outputs[0])
+    assert_same_state(full_state(model), own)
+    fsdp.load(tmp_path / "ema", ema)
+    assert_same_state(full_state(ema.module), average)
 
 
 @on_ranks(2)
