@@ -95,11 +95,12 @@ def reshard(unit: Unit) -> None:
 
 def _list_shards(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Reshard before a state dict: it must not contain unsharded parameters, whose memory will be freed."""
-    unit.end_left_forward()
-    if unit.state is not TrainingState.IDLE and unit.runtime is not None:
-        unit.runtime.ensure_idle("take a state dict", is_served=True)
-    elif unit.state is TrainingState.IDLE and any(handle.phase is Phase.UNSHARDED for handle in unit.handles):
-        reshard(unit)
+    for each in dict.fromkeys((unit, *(shared.holder for shared in unit.shares))):
+        each.end_left_forward()
+        if each.state is not TrainingState.IDLE and each.runtime is not None:
+            each.runtime.ensure_idle("take a state dict", is_served=True)
+        elif each.state is TrainingState.IDLE and any(handle.phase is Phase.UNSHARDED for handle in each.handles):
+            reshard(each)
 
 
 def _check_partial_state(unit: Unit, names_shards: bool, module: nn.Module, prefix: str, keep_vars: bool) -> None:

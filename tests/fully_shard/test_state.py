@@ -517,3 +517,21 @@ def test_a_state_dict_of_modules_that_compute_is_an_error(of: str, is_in_backwar
     model[0].register_forward_hook(lambda *_: idle.extend(model[1].state_dict().values()))
     once(model, INPUTS)
     assert [type(value) for value in idle] == [DTensor, DTensor]
+
+
+@on_ranks(2)
+def test_a_state_dict_of_a_tied_parameter_is_an_error_while_the_unit_around_computes() -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    model[2].weight = model[0].weight
+    for module in (*model, model):
+        fsdp.fully_shard(module)
+
+    def take(*_: Any) -> None:
+        model[2].state_dict()
+
+    hook = model[1].register_forward_hook(take)
+    with pytest.raises(RuntimeError, match="cannot take a state dict in the middle of a forward or backward of root"):
+        once(model, INPUTS)
+    hook.remove()
+    model.unshard()
+    assert all(isinstance(value, DTensor) for value in model[2].state_dict().values())
