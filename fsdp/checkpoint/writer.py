@@ -119,6 +119,11 @@ class Place:
         _require_number("keep", self.keep)
         if not os.fspath(self.path):
             raise ValueError("path is empty: a checkpoint is a folder")
+        if os.fsdecode(self.path).endswith(".safetensors"):
+            raise ValueError(
+                f"path is the name of a file, {os.fspath(self.path)!r}: a checkpoint is a folder, in which the save "
+                "creates model.safetensors. Pass the name of the folder"
+            )
         if self.step is not None and self.step < 0:
             raise ValueError(f"step must be 0 or more, got {self.step}")
         if self.keep is not None and (self.step is None or self.keep < 1):
@@ -201,9 +206,10 @@ def save(
         OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
         TypeError: for `values` of other types, with their position; for arguments that are not a model, optimizer,
             number or float dtype.
-        ValueError: for an optimizer of other parameters, or two optimizers of the same parameter; for state that is
-            neither a number nor of the parameter's shape (the message names parameter, key and shape); if other ranks
-            of this job have saved a different model to `path`, for example another stage of a pipeline.
+        ValueError: for a `path` that ends with ``.safetensors``; for an optimizer of other parameters, or two
+            optimizers of the same parameter; for state that is neither a number nor of the parameter's shape (the
+            message names parameter, key and shape); if other ranks of this job have saved a different model to `path`,
+            for example another stage of a pipeline.
         NotImplementedError: for parameters on two overlapping meshes neither of which contains the other (the message
             names two parameters and their ranks); for `Partial` placements.
     """

@@ -245,6 +245,12 @@ def test_a_unit_with_ranks_of_its_own_is_refused(tmp_path: Path) -> None:
         ({"dtype": "bfloat16"}, TypeError, r"dtype must be a floating-point torch.dtype or None, got 'bfloat16'"),
         ({"dtype": torch.int8}, TypeError, r"dtype must be a floating-point torch.dtype or None, got torch.int8"),
         ({"path": ""}, ValueError, r"path is empty"),
+        (
+            {"path": "model.safetensors"},
+            ValueError,
+            r"path is the name of a file, 'model.safetensors': a checkpoint is",
+        ),
+        ({"path": Path("run/model.safetensors")}, ValueError, r"path is the name of a file, 'run/model.safetensors'"),
         ({"step": -1}, ValueError, r"step must be 0 or more, got -1"),
         ({"keep": 1}, ValueError, r"keep=1 must be positive, and requires step"),
     ],
